@@ -8,7 +8,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycache__"}
-GENERATED = CACHES | {".venv", ".git", "build", "dist"}
 
 
 @pytest.fixture(scope="session")
@@ -50,16 +48,18 @@ def _segments() -> set[str]:
 
 
 def _files() -> set[Path]:
-    found: set[Path] = set()
-    for folder, subfolders, names in os.walk(ROOT):
-        subfolders[:] = [s for s in subfolders if s not in GENERATED and not s.endswith(".egg-info")]
-        found.update(Path(folder) / name for name in names)
-    return found
+    """Where a test would drop a file by mistake: the top of the checkout and the configurations."""
+    return {p for folder in (ROOT, ROOT / "configs", ROOT / "configs" / "minnow") for p in folder.iterdir()} - {
+        ROOT / name for name in CACHES
+    }
 
 
 def _children() -> list[str]:
-    """Live processes whose parent is this one, without the `ps` that lists them."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,stat=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=False
-    )
-    return [line.strip() for line in listed.stdout.splitlines() if " ps " not in f" {line} " and "ps -o" not in line]
+    """Live children of this process, with their command lines (Linux)."""
+    found = []
+    for listing in Path("/proc/self/task").glob("*/children"):
+        for pid in listing.read_text().split():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if "multiprocessing.resource_tracker" not in command:  # lives as long as its parent, by design
+                found.append(f"{pid}: {command}")
+    return found

@@ -1,4 +1,4 @@
-"""Prompt text to token ids, as transformers 5 does it: `tokenizer.json` alone decides which special tokens are added."""
+"""Prompt text to token ids, as transformers 5 does it: `tokenizer.json` alone adds special tokens."""
 
 from __future__ import annotations
 
