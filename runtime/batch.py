@@ -1,0 +1,121 @@
+"""Rows of a plan -> device tensors. The host knows slots and row lengths; positions of verify rows come from the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.attention.meta import AttentionMeta, DecodeGroup, PrefillRow
+from runtime.device_state import DeviceState
+from runtime.plan import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's rows on the device: D verify rows of 1 + k tokens, then the tokens of the prefill rows."""
+
+    num_verify: int
+    q_len: int
+    verify_slots: Tensor  # [D] int64
+    first_position: Tensor  # [D] int64: committed length, the position of draft 1
+    token_slots: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, not clamped
+    meta: AttentionMeta
+    sample_slots: Tensor  # [S] int64, prefill rows that yield a token
+    sample_index: Tensor  # [S] int64, their last token in the pass
+    carry_slots: Tensor  # [C] int64, prefill rows after which the drafter's state is complete
+    carry_index: Tensor  # [C] int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HostRows:
+    """Index arrays that follow from the plan alone."""
+
+    token_slots: np.ndarray  # [T - D * q_len]
+    positions: np.ndarray
+    ends: np.ndarray  # [P] end of each prefill row in the pass
+
+
+def build_batch(plan: StepPlan, state: DeviceState) -> Batch:
+    """Lay out the rows of `plan`; D * (1 + k) verify tokens come first. No value is read back from the device."""
+    arrays, num_verify, q_len = plan.arrays, plan.num_verify, 1 + plan.k
+    host = _prefill_tokens(plan)
+    first = slice(num_verify, None)
+    samples, carries = arrays.samples[first] != 0, arrays.carries[first] != 0
+    slots = arrays.slots[first]
+    verify_slots, prefill_slots, prefill_positions, sample_slots, sample_index, carry_slots, carry_index = state.upload(
+        arrays.slots[:num_verify], host.token_slots, host.positions, slots[samples], host.ends[samples] - 1,
+        slots[carries], host.ends[carries] - 1,
+    )
+    first_position = state.committed[verify_slots]  # [D]
+    verify_positions = (first_position - 1).unsqueeze(1) + torch.arange(q_len, device=state.device)  # [D, q_len]
+    decode = None
+    if num_verify:
+        decode = decode_group(state, verify_slots, verify_positions, int(arrays.kv_bounds[:num_verify].max()))
+    if len(host.positions):
+        token_slots = torch.cat((verify_slots.repeat_interleave(q_len), prefill_slots))
+        positions = torch.cat((verify_positions.flatten(), prefill_positions))
+    else:
+        token_slots, positions = verify_slots.repeat_interleave(q_len), verify_positions.flatten()
+    meta = AttentionMeta(
+        num_tokens=len(positions),
+        positions=positions.clamp(max=state.max_model_len - 1),
+        write_index=state.write_index(token_slots, positions),
+        decode=decode,
+        prefill=_prefill_rows(plan, state, host),
+    )
+    return Batch(
+        num_verify=num_verify, q_len=q_len, verify_slots=verify_slots, first_position=first_position,
+        token_slots=token_slots, positions=positions, meta=meta, sample_slots=sample_slots, sample_index=sample_index,
+        carry_slots=carry_slots, carry_index=carry_index,
+    )
+
+
+def draft_meta(state: DeviceState, batch: Batch, plan: StepPlan, i: int) -> AttentionMeta:
+    """The single-token pass that yields the logits of draft i >= 1 (0-based): position committed - 2 + i of each row."""
+    positions = batch.first_position + (i - 2)  # [D]
+    bound = int(plan.arrays.kv_bounds[: plan.num_verify].max())
+    return AttentionMeta(
+        num_tokens=batch.num_verify,
+        positions=positions.clamp(max=state.max_model_len - 1),
+        write_index=state.write_index(batch.verify_slots, positions),
+        decode=decode_group(state, batch.verify_slots, positions.unsqueeze(1), bound),
+        prefill=(),
+    )
+
+
+def decode_group(state: DeviceState, slots: Tensor, positions: Tensor, bound: int) -> DecodeGroup:
+    """Rows of equal length at `positions` [D, q_len]; `bound` is the host's upper bound of positions attended to."""
+    num_pages = -(-bound // state.page_size)
+    kv_positions = torch.arange(num_pages * state.page_size, device=state.device)
+    hidden = kv_positions > positions.unsqueeze(2)  # [D, q_len, num_pages * page_size]
+    mask = torch.zeros(hidden.shape, device=state.device).masked_fill_(hidden, float("-inf"))
+    return DecodeGroup(
+        num_rows=len(slots), q_len=positions.shape[1],
+        page_table=state.page_table[:, :num_pages].index_select(0, slots), mask=mask,
+    )
+
+
+def _prefill_tokens(plan: StepPlan) -> _HostRows:
+    arrays = plan.arrays
+    counts = arrays.num_tokens[plan.num_verify :]
+    ends = np.cumsum(counts)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return _HostRows(
+        token_slots=np.repeat(arrays.slots[plan.num_verify :], counts),
+        positions=(np.repeat(arrays.starts[plan.num_verify :], counts) + within).astype(np.int32),
+        ends=(ends + plan.num_verify * (1 + plan.k)).astype(np.int32),
+    )
+
+
+def _prefill_rows(plan: StepPlan, state: DeviceState, host: _HostRows) -> tuple[PrefillRow, ...]:
+    arrays, rows = plan.arrays, []
+    for row, end in enumerate(host.ends.tolist(), start=plan.num_verify):
+        count, start = int(arrays.num_tokens[row]), int(arrays.starts[row])
+        num_pages = -(-(start + count) // state.page_size)
+        pages = state.page_table[int(arrays.slots[row]), :num_pages]
+        rows.append(PrefillRow(begin=end - count, end=end, start=start, pages=pages))
+    return tuple(rows)

@@ -1,0 +1,55 @@
+"""What an engine is built from: frozen, complete, validated against the model before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Schedule = Literal["ahead", "settled"]
+DraftMethod = Literal["mtp", "off"]
+Storage = Literal["auto", "float32", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One engine. Sizes are in tokens, positions or pages; `None` means derived from the model or the machine.
+
+    `prefill_chunk_size` bounds the prompt tokens of one step; verify rows come on top of it.
+    `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids).
+    """
+
+    model: Path
+    storage: Storage = "auto"
+    device: str = "cpu"
+    threads: int = 1
+    max_num_seqs: int = 32
+    prefill_chunk_size: int = 512
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None  # None: enough for max_num_seqs requests of max_model_len, within kv_cache_bytes
+    kv_cache_bytes: int = 2 << 30
+    prefix_cache: bool = True
+    schedule: Schedule = "ahead"
+    draft_method: DraftMethod = "mtp"
+    draft_tokens: int = 1
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "max_num_seqs", "prefill_chunk_size", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected an integer >= 1")
+        if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens = {self.draft_tokens}: expected an integer in [0, {MAX_DRAFT_TOKENS}]")
+        if self.num_pages is not None and self.num_pages < 2:
+            raise ValueError(f"num_pages = {self.num_pages}: expected at least 2 (page 0 is reserved)")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len = {self.max_model_len}: expected an integer >= 2")
+
+    @property
+    def k(self) -> int:
+        """Drafts per verify row; 0 when drafting is off."""
+        return self.draft_tokens if self.draft_method != "off" else 0
+
+
+MAX_DRAFT_TOKENS = 16

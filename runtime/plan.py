@@ -1,0 +1,128 @@
+"""StepPlan: everything the ranks must know for one step, and its codec.
+
+A plan is a diff in struct-of-arrays form. Running requests appear as slot numbers only, so the plan of a decode step
+has the same size whatever the lengths of prompts and outputs.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+MAGIC = b"LSPL"
+VERSION = 1
+_HEADER = struct.Struct("<4sHHqiiiiII")  # magic, version, flags, step, k, verify rows, logprobs, arrays, body, crc
+_FLAG_SPLIT = 1
+_ALIGN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArrays:
+    """The arrays of a plan, in wire order. R rows, verify rows first; N new requests; G new pages; F freed slots.
+
+    `starts` is the first position of a prefill row and -1 for a verify row, whose position lives on the device.
+    `kv_bounds` is the host's upper bound of the positions a row attends to: it sizes gathers, never masks.
+    `samples` marks rows that yield tokens; `carries` rows after which the drafter's state is complete.
+    New requests come in full: `new_tokens` are all committed tokens, so resuming looks like starting.
+    """
+
+    slots: Int32Array  # [R]
+    num_tokens: Int32Array  # [R]
+    starts: Int32Array  # [R]
+    kv_bounds: Int32Array  # [R]
+    samples: Int32Array  # [R] 0 / 1
+    carries: Int32Array  # [R] 0 / 1
+    page_slots: Int32Array  # [G]
+    page_index: Int32Array  # [G] which entry of the slot's page table
+    pages: Int32Array  # [G]
+    freed_slots: Int32Array  # [F]
+    new_slots: Int32Array  # [N]
+    new_limits: Int32Array  # [N] committed length at which the request ends
+    new_cu_tokens: Int32Array  # [N + 1]
+    new_tokens: Int32Array  # [new_cu_tokens[-1]]
+    new_params: NDArray[np.uint8]  # [N * PARAM_DTYPE.itemsize] (runtime/sampling_params.py)
+    new_bias_ids: Int32Array  # ragged; the counts are in new_params
+    new_bias_values: NDArray[np.float32]
+    new_masked_ids: Int32Array  # ragged; EOS and stop ids, barred until min_tokens
+
+
+_DTYPES = {f.name: np.dtype(np.int32) for f in fields(PlanArrays)}
+_DTYPES["new_params"] = np.dtype(np.uint8)
+_DTYPES["new_bias_values"] = np.dtype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step for all ranks: scalars that shape every collective, and the arrays."""
+
+    step_id: int
+    k: int
+    num_verify: int
+    num_logprobs: int  # largest asked for in this step; -1: none
+    split: bool
+    arrays: PlanArrays
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.arrays.slots)
+
+
+def encode(plan: StepPlan) -> bytes:
+    """Bytes of a plan: a fixed header, the length of every array, then the arrays at 8-byte boundaries."""
+    arrays = [getattr(plan.arrays, name) for name in _DTYPES]
+    parts = [np.array([len(a) for a in arrays], np.int32).tobytes()]
+    for array in arrays:
+        if len(array):
+            raw = array.tobytes()
+            parts += (raw, b"\0" * (-len(raw) % _ALIGN))
+    body = b"".join(parts)
+    flags = _FLAG_SPLIT if plan.split else 0
+    header = _HEADER.pack(
+        MAGIC, VERSION, flags, plan.step_id, plan.k, plan.num_verify, plan.num_logprobs, len(arrays), len(body),
+        zlib.crc32(body),
+    )
+    return header + body
+
+
+def decode(data: bytes | memoryview) -> StepPlan:
+    """The plan in `data`. Raises ValueError saying which field is wrong; nothing in it is ever executed."""
+    if len(data) < _HEADER.size:
+        raise ValueError(f"plan of {len(data)} bytes is shorter than its header of {_HEADER.size}")
+    magic, version, flags, step_id, k, num_verify, num_logprobs, count, size, crc = _HEADER.unpack_from(data)
+    if magic != MAGIC or version != VERSION or count != len(_DTYPES):
+        raise ValueError(f"not a plan of version {VERSION}: magic {magic!r}, version {version}, {count} arrays")
+    body = memoryview(data)[_HEADER.size :]
+    if len(body) != size or zlib.crc32(body) != crc:
+        raise ValueError(f"plan {step_id} is damaged: {len(body)} bytes of {size}, checksum {zlib.crc32(body)} of {crc}")
+    lengths = np.frombuffer(body, np.int32, count)
+    offset = 4 * count
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for (name, dtype), length in zip(_DTYPES.items(), lengths.tolist(), strict=True):
+        num_bytes = length * dtype.itemsize
+        if length < 0 or offset + num_bytes > size:
+            raise ValueError(f"plan {step_id}: array {name} of {length} entries does not fit in {size} bytes")
+        arrays[name] = np.frombuffer(body, dtype, length, offset)
+        offset += num_bytes + -num_bytes % _ALIGN
+    return StepPlan(
+        step_id=step_id, k=k, num_verify=num_verify, num_logprobs=num_logprobs, split=bool(flags & _FLAG_SPLIT),
+        arrays=PlanArrays(**arrays),  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step hands back: row order is the plan's. Host arrays; `counts` is 0 where a row yields no token."""
+
+    step_id: int
+    counts: Int32Array  # [R] committed tokens
+    token_ids: Int32Array  # [R, 1 + k], the first counts[r] of each row are valid
+    bad: NDArray[np.bool_]  # [R] NaN or out-of-range values in the row
+    chosen_logprobs: NDArray[np.float32] | None = None  # [R, 1 + k]
+    top_ids: Int32Array | None = None  # [R, 1 + k, num_logprobs]
+    top_logprobs: NDArray[np.float32] | None = None  # [R, 1 + k, num_logprobs]

@@ -1,0 +1,190 @@
+"""Reads a model folder's safetensors slice by slice, and names every tensor that is not as it should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+FP8_BLOCK = 128
+FP8_SCALE_SUFFIX = "_scale_inv"
+_FLOAT_TYPES = {"F32", "F16", "BF16"}
+_FP8_TYPE = "F8_E4M3"
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+
+class WeightSource:
+    """The tensors of one checkpoint, single file or sharded; each is read once, straight into its final place.
+
+    Every fault is a ValueError or FileNotFoundError with one line naming the tensor and the file.
+    Use as a context manager: the files stay mapped until it exits.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}  # tensor name -> open file
+        self._paths: dict[str, Path] = {}  # tensor name -> its file, for messages
+        self._consumed: set[str] = set()
+        try:
+            for path, names in _shards(folder).items():
+                self._open(path, names)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> WeightSource:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        dtype: torch.dtype | None = torch.float32,
+    ) -> Tensor:
+        """A new tensor with `name` (whole shape `shape`), or its rows and columns; `dtype=None` keeps the stored type."""
+        raw = self._read(name, shape, rows, cols)
+        if raw.dtype == torch.float8_e4m3fn:
+            out = self._dequantise(name, raw, shape, rows, cols)
+        else:
+            out = torch.empty(raw.shape, dtype=dtype or raw.dtype).copy_(raw)
+        return self._checked(name, out)
+
+    def take_into(self, dest: Tensor, name: str, *, rows: slice | None = None, cols: slice | None = None) -> None:
+        """Copy `name` into `dest` (float32, of the tensor's shape, or the slice's), without a copy in between."""
+        shape = tuple(dest.shape) if rows is None and cols is None else self.shape(name)
+        raw = self._read(name, shape, rows, cols)
+        if raw.dtype == torch.float8_e4m3fn:
+            raw = self._dequantise(name, raw, shape, rows, cols)
+        self._checked(name, dest.copy_(raw))
+
+    def is_copy(self, name: str, other: str) -> bool:
+        """Whether both tensors hold the same values in the same type; marks `name` consumed when they do."""
+        ours, theirs = self._slice(name)[:], self._slice(other)[:]
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            return False
+        same = torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        if same:
+            self._consumed.add(name)
+        return same
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Mark tensors that are known and not needed."""
+        self._consumed.update(names)
+
+    def check_consumed(self) -> None:
+        """Raises ValueError naming tensors that nothing asked for."""
+        left = sorted(self._files.keys() - self._consumed)
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise ValueError(f"unexpected tensors in {self._paths[left[0]]}: {', '.join(left[:3])}{more}")
+
+    def _open(self, path: Path, names: list[str] | None) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"no such file: {path}")
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+        present = set(file.keys())
+        for name in names if names is not None else present:
+            if name not in present:
+                raise ValueError(f"{path.parent / _INDEX_FILE} places tensor {name} in {path.name}, which lacks it")
+        for name in present:
+            if name in self._files:
+                raise ValueError(f"tensor {name} is in both {self._paths[name]} and {path}")
+            self._files[name], self._paths[name] = file, path
+
+    def _slice(self, name: str) -> Any:
+        file = self._files.get(name)
+        if file is None:
+            raise ValueError(f"tensor {name} is missing from {self.folder}")
+        return file.get_slice(name)
+
+    def _read(self, name: str, shape: tuple[int, ...], rows: slice | None, cols: slice | None) -> Tensor:
+        part = self._slice(name)
+        found, kind = tuple(part.get_shape()), part.get_dtype()
+        if found != shape:
+            raise ValueError(f"tensor {name} in {self._paths[name]} has shape {list(found)}, expected {list(shape)}")
+        if kind not in _FLOAT_TYPES and kind != _FP8_TYPE:
+            raise ValueError(
+                f"tensor {name} in {self._paths[name]} has dtype {kind}, expected one of F32, F16, BF16, {_FP8_TYPE}"
+            )
+        self._consumed.add(name)
+        if rows is None and cols is None:
+            raw: Tensor = self._files[name].get_tensor(name)
+        elif cols is None:
+            raw = part[rows]
+        else:
+            raw = part[rows or slice(None), cols]
+        return raw
+
+    def _dequantise(
+        self, name: str, raw: Tensor, shape: tuple[int, ...], rows: slice | None, cols: slice | None
+    ) -> Tensor:
+        """float8 values times the scale of their 128 x 128 block."""
+        scale_name = name + FP8_SCALE_SUFFIX
+        if not self.has(scale_name):
+            raise ValueError(f"tensor {name} in {self._paths[name]} is float8 but {scale_name} is missing")
+        blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
+        scale = self.take(scale_name, blocks)  # [blocks of rows, blocks of columns]
+        row_block = torch.arange(shape[0])[rows or slice(None)] // FP8_BLOCK
+        col_block = torch.arange(shape[1])[cols or slice(None)] // FP8_BLOCK
+        return raw.to(torch.float32).mul_(scale[row_block[:, None], col_block])
+
+    def _checked(self, name: str, values: Tensor) -> Tensor:
+        # One pass over the values; the sum is not finite when any value is not.
+        if values.numel() and not torch.isfinite(values.sum(dtype=torch.float32)):
+            num_bad = int((~torch.isfinite(values)).sum())
+            if num_bad:
+                raise ValueError(f"tensor {name} in {self._paths[name]} has {num_bad} values that are not finite")
+        return values
+
+
+def _shards(folder: Path) -> dict[Path, list[str] | None]:
+    """File -> the tensors the index places in it; None stands for "all"."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no such model folder: {folder}")
+    index = folder / _INDEX_FILE
+    single = folder / _SINGLE_FILE
+    if single.is_file():
+        return {single: None}
+    if not index.is_file():
+        raise FileNotFoundError(f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}")
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        shards: dict[Path, list[str] | None] = {}
+        for name, file in weight_map.items():
+            names = shards.setdefault(folder / file, [])
+            assert names is not None
+            names.append(name)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} is not a safetensors index (an object with a weight_map)") from None
+    return shards
