@@ -69,7 +69,7 @@ class WeightSource:
         cols: slice | None = None,
         dtype: torch.dtype | None = torch.float32,
     ) -> Tensor:
-        """A new tensor with `name` (whole shape `shape`), or its rows and columns; `dtype=None` keeps the stored type."""
+        """A new tensor: `name` (whole shape `shape`), or its rows and columns. `dtype=None` keeps the stored type."""
         raw = self._read(name, shape, rows, cols)
         if raw.dtype == torch.float8_e4m3fn:
             out = self._dequantise(name, raw, shape, rows, cols)

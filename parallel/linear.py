@@ -1,0 +1,90 @@
+"""Matrix products with fixed weights, stored in the form that is fastest for the few rows of a decode step."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Storage = Literal["auto", "float32", "float16"]
+
+FLOAT16_MAX = 65504.0
+# Below this the fixed cost of the packed products (15 us and more) exceeds the bytes they save.
+PACK_MIN_ELEMENTS = 250_000
+# Row count oneDNN is told to expect when it chooses its layout: a verification batch, not a prompt.
+PACK_ROWS_HINT = 8
+
+
+class Linear(Protocol):
+    """`x @ weight.T` for `x` [num_rows, in_features], giving a new float32 [num_rows, out_features]."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PlainLinear:
+    """The weight as it is; for small weights and for devices other than the CPU."""
+
+    __slots__ = ("in_features", "out_features", "weight_t")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.weight_t = weight.t().contiguous()  # [in_features, out_features]: the faster order for one row
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight_t)
+
+
+class PackedLinear:
+    """float32 in oneDNN's blocked layout: half the time of a plain product for 2 to 16 rows."""
+
+    __slots__ = ("_packed", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS_HINT)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return out
+
+
+class HalfLinear:
+    """float16 weights in FBGEMM's layout, float32 arithmetic: half the bytes a step has to read.
+
+    Raises ValueError naming the weight when a value does not fit float16.
+    """
+
+    __slots__ = ("_packed", "in_features", "out_features")
+
+    def __init__(self, weight: Tensor, name: str) -> None:
+        self.out_features, self.in_features = weight.shape
+        low, high = torch.aminmax(weight)
+        largest = max(-low.item(), high.item())
+        if not largest <= FLOAT16_MAX:
+            raise ValueError(
+                f"{name}: largest value {largest:g} does not fit float16 (limit {FLOAT16_MAX:g}); use storage = float32"
+            )
+        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(weight, None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return out
+
+
+def build_linear(weight: Tensor, storage: Storage, name: str) -> Linear:
+    """Choose the form for `weight` [out_features, in_features] float32; the form is settled here, once.
+
+    "auto" on the CPU stores large weights as float16 and small ones as float32; elsewhere it is float32.
+    `name` appears in errors. Raises ValueError for an unknown storage, or float16 that does not fit.
+    """
+    if storage not in ("auto", "float32", "float16"):
+        raise ValueError(f"storage = {storage!r}: expected auto, float32 or float16")
+    if weight.device.type != "cpu" or weight.numel() < PACK_MIN_ELEMENTS:
+        return PlainLinear(weight)
+    if storage == "float32":
+        return PackedLinear(weight) if torch._C._has_mkldnn else PlainLinear(weight)
+    return HalfLinear(weight, name)
