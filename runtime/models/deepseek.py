@@ -45,9 +45,9 @@ class DeepseekModel:
         *,
         device: str | torch.device = "cpu",
         storage: Storage = "auto",
-        use_mtp: bool = True,
+        with_mtp: bool = True,
     ) -> DeepseekModel:
-        """Read every tensor of `source`; `use_mtp=False` leaves the MTP layer out.
+        """Read every tensor of `source`; `with_mtp=False` leaves the MTP layer out.
 
         Raises ValueError with one line naming the tensor that is missing, unexpected, mis-shaped or not finite, or
         that does not fit `storage`.
@@ -60,8 +60,8 @@ class DeepseekModel:
             layers = [loader.layer(i) for i in range(config.num_hidden_layers)]
             norm = loader.norm("model.norm.weight", config.hidden_size)
             head = loader.head()
-            mtp = _load_mtp(loader, embed, head, rotations) if use_mtp and loader.has_mtp() else None
-            loader.ignore_known_extras(keep_mtp=use_mtp)
+            mtp = _load_mtp(loader, embed, head, rotations) if with_mtp and config.num_mtp_layers else None
+            loader.ignore_known_extras(keep_mtp=with_mtp)
             source.check_consumed()
         return cls(config, embed=embed, layers=layers, norm=norm, head=head, rotations=rotations, mtp=mtp)
 
@@ -109,6 +109,7 @@ class MtpBlock:
 
 def _load_mtp(loader: Loader, embed: Embedding, head: Linear, rotations: Tensor) -> MtpHead[AttentionMeta]:
     config = loader.config
+    loader.require_mtp()
     idx = config.num_hidden_layers
     prefix, hidden = f"model.layers.{idx}", config.hidden_size
     return MtpHead(

@@ -91,9 +91,13 @@ class Loader:
 
     # ---- layers
 
-    def has_mtp(self) -> bool:
+    def require_mtp(self) -> None:
         """A checkpoint saved without its MTP layer may still announce one in config.json."""
-        return self.config.num_mtp_layers > 0 and any(self._is_mtp_name(name) for name in self.source.names())
+        if not any(self._is_mtp_name(name) for name in self.source.names()):
+            raise ValueError(
+                f"{self.source.folder}: num_nextn_predict_layers = {self.config.num_mtp_layers}, but there are no "
+                f"tensors model.layers.{self.config.num_hidden_layers}.*; set draft_tokens to 0"
+            )
 
     def ignore_known_extras(self, *, keep_mtp: bool) -> None:
         """Rotary tables of old checkpoints, and the MTP layer when it was left out on purpose."""
