@@ -55,12 +55,13 @@ class Engine:
         limit = self._admissible_limit(request)
         check_vocabulary(request.sampling, self.loaded.vocab_size)
         eos = self.loaded.eos_token_ids
+        text = self._output_text(request)
         params = encode_params(
             request.sampling, prompt_len=len(request.prompt_token_ids),
             default_seed=self._seeds.getrandbits(63), eos_token_ids=eos,
         )
         state = self._scheduler.add(request, limit=limit, params=params)
-        output = OutputState(request, limit=limit, eos_token_ids=eos, text=self._output_text(request), k=self.config.k)
+        output = OutputState(request, limit=limit, eos_token_ids=eos, text=text, k=self.config.k)
         stream = RequestStream(self, request.request_id)
         self._live[request.request_id] = _Live(state=state, output=output, stream=stream)
         return stream

@@ -44,7 +44,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(config.threads)
     with torch.inference_mode():
         model = DeepseekModel.load(
-            WeightSource(config.model), model_config, device=device, storage=config.storage, with_mtp=config.k > 0
+            WeightSource(config.model), model_config, device=device, storage=config.storage, use_mtp=config.k > 0
         )
     drafter = None
     if config.k:
@@ -54,5 +54,5 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return LoadedModel(
         model=model, drafter=drafter, device=device, vocab_size=model_config.vocab_size,
         max_position_embeddings=model_config.max_position_embeddings, eos_token_ids=model_config.eos_token_ids,
-        detokenizers=DetokenizerFactory(load_tokenizer(config.model).backend) if has_tokenizer else None,
+        detokenizers=DetokenizerFactory(load_tokenizer(config.model)) if has_tokenizer else None,
     )

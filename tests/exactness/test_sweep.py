@@ -1,0 +1,56 @@
+"""Every setting gives the oracle's ids: a subset in `make test`, all of it in `make exactness`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.exactness.sweep import (
+    GREEDY,
+    Setting,
+    assert_exact,
+    compare,
+    one_axis_at_a_time,
+    pairwise,
+    read_prompts,
+    run,
+    seeded,
+)
+from tests.oracles.hf import HfOracle
+
+QUICK = [
+    Setting(k=0, batch=8),
+    Setting(k=1, batch=8),
+    Setting(k=3, chunk=16, batch=32, schedule="settled"),
+    Setting(k=2, small_pool=True, prefix_cache=False, batch=8),
+]
+
+
+@pytest.fixture(scope="module")
+def oracle(minnow: Path) -> HfOracle:
+    return HfOracle(minnow)
+
+
+@pytest.mark.parametrize("setting", QUICK, ids=str)
+def test_subset(oracle: HfOracle, minnow: Path, setting: Setting) -> None:
+    prompts = read_prompts(minnow)[::10]
+    check(oracle, minnow, prompts, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [*one_axis_at_a_time(), *pairwise()], ids=str)
+def test_all(oracle: HfOracle, minnow: Path, setting: Setting) -> None:
+    check(oracle, minnow, read_prompts(minnow), setting)
+
+
+def check(oracle: HfOracle, minnow: Path, prompts: list[tuple[int, ...]], setting: Setting) -> None:
+    for label, samplings in (("greedy", [GREEDY] * len(prompts)), ("seeded", seeded(len(prompts)))):
+        outcome = run(minnow, prompts, setting, samplings)
+        found = compare(oracle, prompts, outcome.outputs, samplings)
+        print(f"{setting} {label}: {len(found)} ties, {outcome.num_preemptions} preemptions")  # noqa: T201
+        for index, difference in found.items():
+            print(f"  prompt {index}: {difference}")  # noqa: T201
+        assert_exact(found, len(prompts), f"{setting} {label}")
+        if setting.small_pool and setting.batch > 1:
+            assert outcome.num_preemptions > 0, "the pool is not small enough to show anything"

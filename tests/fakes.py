@@ -1,0 +1,138 @@
+"""A toy target and MTP head that depend on every cached position, and their plain oracles without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mtp.drafter import MtpDrafter
+from runtime.attention.meta import AttentionMeta, KvSpec
+from runtime.loading import LoadedModel
+
+_DECAY = 0.7
+
+
+class ToyModel:
+    """h_i = tanh(A e(x_i) + B sum_s decay^(i-s) kv_s), kv_s = e(x_s); float64 inside, so that ids never hang on rounding."""
+
+    def __init__(self, *, vocab_size: int = 50, hidden_size: int = 16, seed: int = 0, sharpness: float = 6.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.embedding = random(vocab_size, hidden_size)
+        self.own, self.past = random(hidden_size, hidden_size) / 4, random(hidden_size, hidden_size) / 4
+        self.out = random(hidden_size, vocab_size) * sharpness / hidden_size
+        self.layer = 0
+        self.noise = random(hidden_size, vocab_size) / hidden_size
+
+    @property
+    def kv_spec(self) -> KvSpec:
+        return KvSpec(num_layers=2, width=self.hidden_size, dtype_bytes=8)
+
+    def allocate_kv(self, num_pages: int, page_size: int) -> list[Tensor]:
+        return [torch.full((num_pages, page_size, self.hidden_size), 1e6, dtype=torch.float64) for _ in range(2)]
+
+    def forward(self, token_ids: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
+        entries = self.embedding[token_ids]
+        return torch.tanh(entries @ self.own + attend(entries, meta, kv[0]) @ self.past)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self.out).float()
+
+    def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """[n, V] logits of a whole sequence."""
+        return self.logits(self.plain_hidden(token_ids))
+
+    def plain_hidden(self, token_ids: Sequence[int]) -> Tensor:
+        entries = self.embedding[torch.tensor(token_ids)]
+        return torch.tanh(entries @ self.own + plain_attend(entries) @ self.past)
+
+
+class ToyHead:
+    """A head over (x_{i+1}, H_i) with its own cache; `error` blurs it so that acceptance is neither 0 nor 1.
+
+    It guesses H_{i+1} as the target's own formula would, with the sum over the cache standing in for the past.
+    """
+
+    def __init__(self, model: ToyModel, *, error: float = 0.5) -> None:
+        self._model = model
+        self._out = model.out + error * model.noise
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
+        model = self._model
+        entries = model.embedding[token_ids] + 0.05 * hidden
+        return torch.tanh(entries @ model.own + attend(entries, meta, kv[1]) @ model.past)
+
+    def plain_states(self, next_tokens: Sequence[int], hidden: Tensor) -> Tensor:
+        entries = self._model.embedding[torch.tensor(next_tokens)] + 0.05 * hidden
+        return torch.tanh(entries @ self._model.own + plain_attend(entries) @ self._model.past)
+
+    def logits(self, state: Tensor) -> Tensor:
+        return (state @ self._out).float()
+
+
+def attend(entries: Tensor, meta: AttentionMeta, cache: Tensor) -> Tensor:
+    """Write `entries` [T, width] to the paged cache, then the decayed sum over each token's visible positions."""
+    page_size = cache.shape[1]
+    cache.view(-1, cache.shape[2])[meta.write_index] = entries
+    parts = []
+    if meta.decode is not None:
+        group = meta.decode
+        context = cache[group.page_table].flatten(1, 2)  # [D, S, width]
+        own = meta.positions[: group.num_rows * group.q_len].view(group.num_rows, group.q_len, 1)
+        distance = own - torch.arange(context.shape[1])
+        weight = torch.where(group.mask == 0, _DECAY ** distance.double(), 0.0)
+        parts.append((weight @ torch.where(weight.amax(1).unsqueeze(2) > 0, context, 0.0)).flatten(0, 1))
+    for row in meta.prefill:
+        stop = row.start + row.end - row.begin
+        context = cache[row.pages].flatten(0, 1)[:stop]
+        assert len(row.pages) == -(-stop // page_size)
+        parts.append(_weights(stop)[row.start :] @ context)
+    return torch.cat(parts)
+
+
+def plain_attend(entries: Tensor) -> Tensor:
+    return _weights(len(entries)) @ entries
+
+
+def _weights(length: int) -> Tensor:
+    distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    return torch.where(distance >= 0, _DECAY ** distance.double(), 0.0)
+
+
+def load_toy(
+    *, vocab_size: int = 50, draft: bool = True, error: float = 0.5, seed: int = 0, max_len: int = 256,
+    eos: tuple[int, ...] = (), sharpness: float = 6.0,
+) -> LoadedModel:
+    model = ToyModel(vocab_size=vocab_size, seed=seed, sharpness=sharpness)
+    drafter = None
+    if draft:
+        drafter = ToyDrafter(ToyHead(model, error=error), vocab_size=vocab_size, hidden_size=model.hidden_size)
+    return LoadedModel(
+        model=model, drafter=drafter, device=torch.device("cpu"), vocab_size=vocab_size,
+        max_position_embeddings=max_len, eos_token_ids=eos, detokenizers=None,
+    )
+
+
+class ToyDrafter(MtpDrafter):
+    """Carried states travel through float32 tables; the toy head computes in float64."""
+
+    def __init__(self, head: ToyHead, *, vocab_size: int, hidden_size: int) -> None:
+        super().__init__(_Float64(head), vocab_size=vocab_size, hidden_size=hidden_size)
+
+
+class _Float64:
+    def __init__(self, head: ToyHead) -> None:
+        self._head = head
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
+        return self._head.forward(token_ids, hidden.double(), meta, kv).float()
+
+    def logits(self, state: Tensor) -> Tensor:
+        return self._head.logits(state.double())
