@@ -119,9 +119,7 @@ def _target_tokens(logits: Tensor, keys: DrawKeys, first_position: Tensor) -> Te
     return noise.mul_((keys.method == Method.COUPLED).view(-1, 1, 1)).add_(logits).argmax(-1)
 
 
-def _ratio_test(
-    logits: Tensor, drafts: Tensor, draft_logits: Tensor, keys: DrawKeys, first_position: Tensor
-) -> Tensor:
+def _ratio_test(logits: Tensor, drafts: Tensor, draft_logits: Tensor, keys: DrawKeys, first_position: Tensor) -> Tensor:
     """Whether u < p/q at each draft, [R, k] bool. `logits` and `draft_logits` are [R, k, V]."""
     num_rows, num_drafts = drafts.shape
     positions = first_position.unsqueeze(1) + torch.arange(num_drafts, device=drafts.device)

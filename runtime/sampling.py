@@ -96,8 +96,7 @@ def _penalise_(logits: Tensor, rows: SamplingRows, counts: TokenCounts, drafts: 
         ids = drafts[:, idx].clamp(0, vocab_size - 1).view(-1, 1, 1).expand(-1, q_len - begin, 1)
         output[:, begin:].scatter_add_(2, ids, torch.ones_like(ids, dtype=output.dtype))
     repetition, presence, frequency = (
-        penalty.view(-1, 1, 1)
-        for penalty in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
+        penalty.view(-1, 1, 1) for penalty in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
     )
     in_output = output > 0
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -140,6 +139,4 @@ def token_logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> Logprobs:
     """Of unprocessed logits [R, Q, V]: the `chosen` tokens' [R, Q] and the `num_top` best tokens' log-probabilities."""
     total = logits.logsumexp(-1, keepdim=True)  # [R, Q, 1]
     top, top_ids = logits.topk(min(num_top, logits.shape[2]), dim=2)
-    return Logprobs(
-        chosen=(logits.gather(2, chosen.unsqueeze(2)) - total).squeeze(2), top_ids=top_ids, top=top - total
-    )
+    return Logprobs(chosen=(logits.gather(2, chosen.unsqueeze(2)) - total).squeeze(2), top_ids=top_ids, top=top - total)
