@@ -44,7 +44,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(config.threads)
     with torch.inference_mode():
         model = DeepseekModel.load(
-            WeightSource(config.model), model_config, device=device, storage=config.storage, use_mtp=config.k > 0
+            WeightSource(config.model), model_config, device=device, storage=config.storage, with_mtp=config.k > 0
         )
     drafter = None
     if config.k:

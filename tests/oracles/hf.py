@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -45,6 +46,7 @@ class HfOracle:
     """A DeepSeek-V3-format model in transformers, float32, eager attention."""
 
     def __init__(self, model: Path) -> None:
+        transformers.logging.set_verbosity_error()  # it lists the MTP layer as unexpected
         self.model = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="eager"
         ).eval()
