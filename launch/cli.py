@@ -1,0 +1,209 @@
+"""The `lockstep` command. Importing it costs little: what a subcommand needs is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def _dashes(name: str) -> str:
+    """`--max_tokens` is `--max-tokens`."""
+    return name.replace("_", "-")
+
+
+app = typer.Typer(
+    name="lockstep",
+    help="A distributed inference runtime for Mixture-of-Experts models with exact speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(
+    help="Measure planning, decoding, and what speculation rests on.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(bench, name="bench")
+
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file; the built-in demo if left out.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
+]
+DraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step, 0 for plain decoding.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the CPU back end.")]
+PromptsFile = Annotated[
+    str | None,
+    typer.Option("--prompts", metavar="FILE.jsonl", help="One object a line: prompt, id, sampling fields; - is stdin."),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output and nothing else.")]
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"lockstep {version('lockstep')}")
+        except PackageNotFoundError:
+            typer.echo("lockstep (run from a checkout, not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where a failure came from.")] = False,
+) -> None: ...
+
+
+@app.command()
+def generate(
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts; those of the configuration if none.")] = None,
+    prompts: PromptsFile = None,
+    config: Config = None,
+    overrides: Overrides = None,
+    draft_tokens: DraftTokens = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 turns it off.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same ids for any batch and any number of drafts.")] = None,
+    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos/--no-ignore-eos")] = None,
+    json: Json = False,
+) -> int:
+    """Continue prompts. A flag overrides a prompt's row, a row the configuration, that the model's own defaults.
+
+    Exit code 0; 2 if a prompt, flag or file was at fault (the other prompts are still continued); 1 for failures.
+    """
+    from launch.generate import GenerateOptions, run
+
+    flags = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
+        "ignore_eos": ignore_eos,
+    }
+    return run(
+        GenerateOptions(
+            prompts=prompt or [],
+            prompts_file=prompts,
+            config=config,
+            overrides=_overrides(overrides, draft_tokens),
+            flags={name: value for name, value in flags.items() if value is not None},
+            json=json,
+        )
+    )
+
+
+@bench.command("schedule")
+def bench_schedule(
+    requests: Annotated[int, typer.Option(help="Running requests.")] = 256,
+    draft_tokens: Annotated[int, typer.Option(help="Draft tokens a step.")] = 1,
+    prompt_len: Annotated[int, typer.Option(help="Committed tokens of each request at the start.")] = 64,
+    steps: Annotated[int, typer.Option(help="Decode steps measured.")] = 200,
+    json: Json = False,
+) -> int:
+    """Time of planning one decode step and of encoding its plan, without a model."""
+    from launch.bench_schedule import measure
+    from launch.printers import show_figures
+
+    show_figures(measure(num_requests=requests, k=draft_tokens, prompt_len=prompt_len, num_steps=steps), json)
+    return 0
+
+
+@bench.command("decode")
+def bench_decode(
+    config: Config = None,
+    overrides: Overrides = None,
+    batch: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 32,
+    output_len: Annotated[int, typer.Option(help="Output tokens of each.")] = 128,
+    draft_tokens: DraftTokens = None,
+    threads: Threads = None,
+    prompts: Annotated[
+        str, typer.Option("--prompts", help="random, repeat (8 ids in a loop) or succ (each one more than the last).")
+    ] = "random",
+    repeat: Annotated[int, typer.Option(help="Runs; the median counts.")] = 3,
+    json: Json = False,
+) -> int:
+    """Prefill and decode throughput: B P / T(1) and B (N - 1) / (T(N) - T(1)); greedy, EOS ignored, no prefix reuse."""
+    from launch.bench_decode import DecodeOptions, measure
+    from launch.config import load_config
+    from launch.printers import show_figures
+
+    options = DecodeOptions(batch=batch, prompt_len=prompt_len, output_len=output_len, prompts=prompts, repeat=repeat)
+    engine_config = load_config(config, _overrides(overrides, draft_tokens, threads)).engine_config()
+    show_figures(measure(engine_config, options), json)
+    return 0
+
+
+@bench.command("verify")
+def bench_verify(
+    prompts: PromptsFile = None,
+    config: Config = None,
+    overrides: Overrides = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Draft tokens a step while acceptance is measured; 3, or 0 without an MTP layer.")
+    ] = None,
+    threads: Threads = None,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens a prompt while acceptance is measured.")] = 64,
+    context: Annotated[int, typer.Option(help="Committed tokens in front of the timed passes.")] = 128,
+    json: Json = False,
+) -> int:
+    """What speculation rests on, on your model and prompts: pass time against tokens, share of accepted drafts."""
+    from launch.bench_verify import VerifyOptions, measure, render
+    from launch.config import load_config
+    from launch.printers import show_figures
+
+    loaded = load_config(config, _overrides(overrides, None, threads))
+    options = VerifyOptions(prompts_file=prompts, draft_tokens=draft_tokens, max_tokens=max_tokens, context=context)
+    show_figures(measure(loaded, options), json, render)
+    return 0
+
+
+def _overrides(given: Sequence[str] | None, draft_tokens: int | None, threads: int | None = None) -> list[str]:
+    """`--set` values and the flags that are short for one."""
+    short = {"draft.tokens": draft_tokens, "engine.threads": threads}
+    return [*(given or ()), *(f"{key}={value}" for key, value in short.items() if value is not None)]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command and exit: 0, 2 for the user's mistakes, 1 for failures, one line on stderr for either."""
+    sys.exit(run_command(sys.argv[1:] if args is None else args))
+
+
+def run_command(args: Sequence[str]) -> int:
+    """The exit code of one command line. A traceback appears only for failures, and only with `--traceback`."""
+    try:
+        result: Any = app(list(args), standalone_mode=False, prog_name="lockstep")
+    except typer.TyperException as error:
+        return _complain(error.format_message(), error.exit_code)
+    except (ValueError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        return _complain(str(error), EXIT_USAGE)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output left: nobody to tell, and nothing more to flush at exit
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return EXIT_FAILURE
+    except Exception as error:  # noqa: BLE001  (the last resort: anything else is a failure, told in one line)
+        if "--traceback" in args:
+            traceback.print_exc()
+        return _complain(f"{type(error).__name__}: {error} (`lockstep --traceback ...` shows where)", EXIT_FAILURE)
+    return result if isinstance(result, int) else 0
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"lockstep: error: {' '.join(message.split())}\n")
+    return code
+
+
+if __name__ == "__main__":
+    main()
