@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BATCHES = (1, 8, 32)
 MAX_TOKENS_PER_ROW = 8
 PAGE_SIZE = 16
-MIN_REPEATS, MIN_SECONDS = 3, 0.3  # per pass shape
+MIN_ROUNDS, SECONDS_PER_BATCH = 3, 3.0  # the first round is warm-up and does not count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,30 +109,30 @@ def _gain_bound(times: Sequence[float], accepted: Sequence[float]) -> list[float
 
 @torch.inference_mode()
 def _pass_times(model: TargetModel, vocab_size: int, device: torch.device, context: int) -> dict[int, list[float]]:
+    """Median ms of a pass by batch, for 1, 2, ... tokens a row. Lengths take turns, so that all see the same noise."""
     pages_per_row = -(-(context + MAX_TOKENS_PER_ROW) // PAGE_SIZE)
     kv = model.allocate_kv(1 + max(BATCHES) * pages_per_row, PAGE_SIZE)
     random = torch.Generator().manual_seed(0)
     times: dict[int, list[float]] = {}
     for batch in BATCHES:
-        times[batch] = []
-        for q_len in range(1, MAX_TOKENS_PER_ROW + 1):
-            meta = _meta(batch, q_len, context, pages_per_row, device)
-            token_ids = torch.randint(vocab_size, (batch * q_len,), generator=random).to(device)
-            times[batch].append(_time_pass(model, token_ids, meta, kv))
+        lengths = range(1, MAX_TOKENS_PER_ROW + 1)
+        inputs = [torch.randint(vocab_size, (batch * n,), generator=random).to(device) for n in lengths]
+        metas = [_meta(batch, n, context, pages_per_row, device) for n in lengths]
+        rounds: list[list[float]] = []
+        deadline = time.perf_counter() + SECONDS_PER_BATCH
+        while len(rounds) < 1 + MIN_ROUNDS or time.perf_counter() < deadline:
+            rounds.append([_time_pass(model, ids, meta, kv) for ids, meta in zip(inputs, metas, strict=True)])
+        times[batch] = [round(statistics.median(column), 3) for column in zip(*rounds[1:], strict=True)]
     return times
 
 
 def _time_pass(model: TargetModel, token_ids: torch.Tensor, meta: AttentionMeta, kv: list[torch.Tensor]) -> float:
-    """Median ms of a pass with the logits of all its tokens, which acceptance needs."""
-    seconds: list[float] = []
-    model.logits(model.forward(token_ids, meta, kv))  # warm-up
-    while len(seconds) < MIN_REPEATS or sum(seconds) < MIN_SECONDS:
-        start = time.perf_counter()
-        logits = model.logits(model.forward(token_ids, meta, kv))
-        if logits.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return round(1000 * statistics.median(seconds), 3)
+    """ms of a pass with the logits of all its tokens, which acceptance needs."""
+    start = time.perf_counter()
+    logits = model.logits(model.forward(token_ids, meta, kv))
+    if logits.is_cuda:
+        torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - start)
 
 
 def _meta(batch: int, q_len: int, context: int, pages_per_row: int, device: torch.device) -> AttentionMeta:

@@ -80,7 +80,7 @@ def test_a_malformed_override_is_shown(override: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[model]\npath='m'\n[engine]\nmax_num_seq = 1", "unknown key 'engine.max_num_seq': did you mean 'max_num_seqs"),
+        ("[model]\npath='m'\n[engine]\nthread = 1", "unknown key 'engine.thread': did you mean 'threads'?"),
         ("[model]\npath='m'\n[engin]\nx = 1", "unknown key 'engin': did you mean 'engine'?"),
         ("[model]\npath='m'\n[draft]\nzzz = 1", "unknown key 'draft.zzz': known: method, tokens"),
         ("[engine]\nthreads = 1", "model is missing"),
