@@ -98,10 +98,11 @@ def _figures(
 
 
 def _check_length(options: DecodeOptions, max_model_len: int) -> None:
-    if options.prompt_len + options.output_len > max_model_len:
+    length = options.prompt_len + options.output_len
+    if length > max_model_len:
         raise ValueError(
-            f"prompt_len {options.prompt_len} + output_len {options.output_len}: expected at most {max_model_len} tokens "
-            "(max_model_len)"
+            f"prompt_len {options.prompt_len} + output_len {options.output_len} = {length} tokens: expected at most "
+            f"max_model_len = {max_model_len}"
         )
 
 

@@ -205,7 +205,7 @@ def test_bench_decode(capsys: pytest.CaptureFixture[str]) -> None:
         assert figures["prefill_tokens_per_s"] > 0
         assert 0 <= figures["acceptance_rate"] <= 1
     assert run_command(["bench", "decode", "--output-len", "3000", "--repeat", "1"]) == 2
-    assert "prompt_len 32 + output_len 3000: expected at most 2048 tokens" in capsys.readouterr().err
+    assert "prompt_len 32 + output_len 3000 = 3032 tokens: expected at most max_model_len = 2048" in capsys.readouterr().err
 
 
 def test_bench_verify(
