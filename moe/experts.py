@@ -15,18 +15,20 @@ from parallel.linear import Linear
 DENSE_MAX_ELEMENTS = 1_000_000
 # ... as long as the tokens are few enough for the wasted products to be cheap.
 DENSE_MAX_TOKENS = 48
+# Up to this many routed rows experts share their element-wise operations; beyond it, cache locality wins.
+TOGETHER_MAX_ROWS = 256
 
 
 class GatedMlp:
     """`down(silu(gate(x)) * up(x))` with gate and up fused into one product: [gate | up]."""
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up, self._down = gate_up, down
-        self._width = down.in_features
+        self.gate_up, self.down = gate_up, down
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
-        return self._down(gated(self._gate_up(hidden), self._width))
+    def __call__(self, hidden: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[num_tokens, hidden_size] -> the same shape; weights: [num_tokens, 1], factors on the result."""
+        inner = gated(self.gate_up(hidden), self.down.in_features)
+        return self.down(inner if weights is None else inner.mul_(weights))
 
 
 def gated(gate_up: Tensor, width: int) -> Tensor:
@@ -42,63 +44,73 @@ class Experts(Protocol):
 class GroupedExperts:
     """Tokens sorted by expert; each expert that has any runs once on its own."""
 
-    def __init__(self, gate_up: list[Linear], down: list[Linear]) -> None:
-        self._gate_up, self._down = gate_up, down
-        self._width = down[0].in_features
+    def __init__(self, experts: list[GatedMlp]) -> None:
+        self._experts = experts
 
     def __call__(self, tokens: Dispatched) -> Tensor:
         hidden, routing = tokens.hidden, tokens.routing
-        if hidden.shape[0] == 1:
-            return self._single(hidden, routing.expert_ids[0].tolist(), routing.weights)
-        num_experts, top_k = len(self._down), routing.expert_ids.shape[1]
+        num_experts, top_k = len(self._experts), routing.expert_ids.shape[1]
+        if hidden.shape[0] == 1:  # nothing to sort: one row for each expert
+            expert_ids = routing.expert_ids[0].tolist()
+            pieces = [(e, hidden) for e in expert_ids if e < num_experts]
+            return self._run_together(pieces, routing.weights.view(-1, 1)).sum(0, keepdim=True)
         sorted_ids, order = routing.expert_ids.flatten().sort(stable=True)  # [num_tokens * top_k]
         counts = torch.bincount(sorted_ids, minlength=num_experts + 1).tolist()[:num_experts]
-        num_routed = sum(counts)
-        if num_routed == 0:
-            return torch.zeros_like(hidden)
-        order = order[:num_routed]
+        order = order[: sum(counts)]  # without those for no expert
         token_idx = order // top_k
-        pieces = torch.split(hidden.index_select(0, token_idx), counts)  # per expert: [count, hidden_size]
-        inner = torch.cat([self._gate_up[e](piece) for e, piece in enumerate(pieces) if counts[e]])
-        inner = gated(inner, self._width).mul_(routing.weights.view(-1, 1).index_select(0, order))
-        output = torch.cat([self._down[e](piece) for e, piece in enumerate(torch.split(inner, counts)) if counts[e]])
-        return torch.zeros_like(hidden).index_add_(0, token_idx, output)
-
-    def _single(self, hidden: Tensor, expert_ids: list[int], weights: Tensor) -> Tensor:
-        """One token: nothing to sort. weights: [1, top_k]."""
-        chosen = [e for e in expert_ids if e < len(self._down)]
-        if not chosen:
-            return torch.zeros_like(hidden)
-        inner = torch.cat([self._gate_up[e](hidden) for e in chosen])  # [num chosen, 2 * width]
-        inner = gated(inner, self._width).mul_(weights.view(-1, 1))
-        output = self._down[chosen[0]](inner[:1])
-        for i, expert in enumerate(chosen[1:], start=1):
-            output += self._down[expert](inner[i : i + 1])
+        routed = torch.split(hidden.index_select(0, token_idx), counts)  # per expert: [count, hidden_size]
+        pieces = [(e, piece) for e, piece in enumerate(routed) if counts[e]]
+        weights = routing.weights.view(-1, 1).index_select(0, order)
+        output = torch.zeros_like(hidden)
+        if len(order) <= TOGETHER_MAX_ROWS:
+            return output.index_add_(0, token_idx, self._run_together(pieces, weights)) if pieces else output
+        begin = 0
+        for expert, piece in pieces:
+            rows = slice(begin, begin := begin + piece.shape[0])
+            output.index_add_(0, token_idx[rows], self._experts[expert](piece, weights[rows]))
         return output
+
+    def _run_together(self, pieces: list[tuple[int, Tensor]], weights: Tensor) -> Tensor:
+        """Few rows: join the experts' inner values for what is done element by element. weights: [num_rows, 1]."""
+        if not pieces:
+            return torch.zeros_like(weights[:, :1])
+        inner = torch.cat([self._experts[e].gate_up(piece) for e, piece in pieces])  # [num_rows, 2 * width]
+        inner = gated(inner, inner.shape[1] // 2).mul_(weights[: inner.shape[0]])
+        inner_pieces = torch.split(inner, [piece.shape[0] for _, piece in pieces])
+        return torch.cat([self._experts[e].down(part) for (e, _), part in zip(pieces, inner_pieces, strict=True)])
 
 
 class DenseExperts:
     """Every expert on every token as two products, with routing weights (mostly 0) in between.
 
-    gate_up: [num_blocks, 2, width, hidden_size], down: [num_blocks, hidden_size, width], float32. The shared expert,
-    when there is one, is cut into blocks of `width` after the routed experts; they always have weight 1.
+    Blocks of `width` are the routed experts in order and then the shared expert, cut into blocks, whose weight is 1.
+    gate_up: hidden_size -> [gates of all blocks | ups of all blocks]; down: all blocks -> hidden_size.
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor, num_experts: int) -> None:
-        self._num_blocks, _, self._width, hidden_size = gate_up.shape
-        self._num_experts = num_experts
-        self._gate_t = gate_up.transpose(0, 1).reshape(-1, hidden_size).t().contiguous()  # [hidden, 2 * blocks * width]
-        self._down_t = down.transpose(1, 2).reshape(-1, hidden_size)  # [blocks * width, hidden]
+    def __init__(self, gate_up: Linear, down: Linear, num_experts: int, width: int, device: torch.device) -> None:
+        self._gate_up, self._down, self._width = gate_up, down, width
+        self._num_blocks = down.in_features // width
         # Column num_experts also takes the routes to "no expert": with a shared expert it loses that token's weight 1,
         # which only happens to dummy rows.
-        self._base = torch.zeros(1, max(self._num_blocks, num_experts + 1), device=gate_up.device)
+        self._base = torch.zeros(1, max(self._num_blocks, num_experts + 1), device=device)
         self._base[:, num_experts : self._num_blocks] = 1.0
 
     def __call__(self, tokens: Dispatched) -> Tensor:
-        hidden, routing = tokens.hidden, tokens.routing
-        num_tokens = hidden.shape[0]
+        routing, num_tokens = tokens.routing, tokens.hidden.shape[0]
         weights = self._base.expand(num_tokens, -1).scatter(1, routing.expert_ids, routing.weights)
-        inner = gated(torch.mm(hidden, self._gate_t), self._num_blocks * self._width)
-        inner = inner.view(num_tokens, self._num_blocks, self._width)
-        inner.mul_(weights[:, : self._num_blocks, None])
-        return torch.mm(inner.view(num_tokens, -1), self._down_t)
+        inner = gated(self._gate_up(tokens.hidden), self._down.in_features)
+        inner.view(num_tokens, self._num_blocks, self._width).mul_(weights[:, : self._num_blocks, None])
+        return self._down(inner)
+
+
+class SmallExperts:
+    """Experts small enough to be held twice: all at once for few tokens, grouped for many."""
+
+    def __init__(self, few: DenseExperts, many: GroupedExperts, shared: GatedMlp | None) -> None:
+        self._few, self._many, self._shared = few, many, shared
+
+    def __call__(self, tokens: Dispatched) -> Tensor:
+        if tokens.hidden.shape[0] <= DENSE_MAX_TOKENS:
+            return self._few(tokens)
+        output = self._many(tokens)
+        return output if self._shared is None else output.add_(self._shared(tokens.hidden))

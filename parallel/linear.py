@@ -10,8 +10,9 @@ from torch import Tensor
 Storage = Literal["auto", "float32", "float16"]
 
 FLOAT16_MAX = 65504.0
-# Below this the fixed cost of the packed products (15 us and more) exceeds the bytes they save.
-PACK_MIN_ELEMENTS = 250_000
+# Below these the fixed cost of the packed products (15 to 30 us) exceeds what they save.
+HALF_MIN_ELEMENTS = 200_000
+PACK_MIN_ELEMENTS = 800_000
 # Row count oneDNN is told to expect when it chooses its layout: a verification batch, not a prompt.
 PACK_ROWS_HINT = 8
 
@@ -32,7 +33,8 @@ class PlainLinear:
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
-        self.weight_t = weight.t().contiguous()  # [in_features, out_features]: the faster order for one row
+        # [in_features, out_features], the faster order for one row; a copy, since `weight` may be a scratch buffer.
+        self.weight_t = weight.t().clone(memory_format=torch.contiguous_format)
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.mm(x, self.weight_t)
@@ -79,12 +81,13 @@ def build_linear(weight: Tensor, storage: Storage, name: str) -> Linear:
     """Choose the form for `weight` [out_features, in_features] float32; the form is settled here, once.
 
     "auto" on the CPU stores large weights as float16 and small ones as float32; elsewhere it is float32.
-    `name` appears in errors. Raises ValueError for an unknown storage, or float16 that does not fit.
+    `weight` is copied; `name` appears in errors. Raises ValueError for an unknown storage or when float16 overflows.
     """
     if storage not in ("auto", "float32", "float16"):
         raise ValueError(f"storage = {storage!r}: expected auto, float32 or float16")
-    if weight.device.type != "cpu" or weight.numel() < PACK_MIN_ELEMENTS:
-        return PlainLinear(weight)
-    if storage == "float32":
-        return PackedLinear(weight) if torch._C._has_mkldnn else PlainLinear(weight)
-    return HalfLinear(weight, name)
+    on_cpu, size = weight.device.type == "cpu", weight.numel()
+    if on_cpu and storage != "float32" and size >= HALF_MIN_ELEMENTS:
+        return HalfLinear(weight, name)
+    if on_cpu and storage == "float32" and size >= PACK_MIN_ELEMENTS and torch._C._has_mkldnn:
+        return PackedLinear(weight)
+    return PlainLinear(weight)

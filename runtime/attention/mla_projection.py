@@ -117,7 +117,7 @@ class FoldedProjection(PlainProjection):
         return heads
 
     def output_of_latents(self, mixed: Tensor) -> Tensor:
-        return self._latent_output(mixed.flatten(1))
+        return self._latent_output(mixed.reshape(mixed.shape[0], -1))
 
 
 def folding_pays(dims: MlaDims, query_width: int, hidden_size: int) -> bool:

@@ -12,7 +12,7 @@ from runtime.attention.meta import AttentionMeta, KvSpec
 from runtime.attention.mla_pass import MlaPass, prepare_pass
 from runtime.models.config import ModelConfig
 from runtime.models.decoder import DecoderLayer, HalfState
-from runtime.models.loader import Embedding, Loader
+from runtime.models.loader import EMBED_NAME, Embedding, Loader
 from runtime.models.rope import rotation_table
 from runtime.weights import WeightSource
 
@@ -52,11 +52,10 @@ class DeepseekModel:
         Raises ValueError with one line naming the tensor that is missing, unexpected, mis-shaped or not finite, or
         that does not fit `storage`.
         """
-        with torch.inference_mode():
-            device = torch.device(device)
-            loader = Loader(source, config, device, storage)
+        device = torch.device(device)
+        with torch.inference_mode(), Loader(source, config, device, storage) as loader:
             rotations = rotation_table(config.rope, config.qk_rope_head_dim, config.max_position_embeddings, device)
-            embed = loader.embedding("model.embed_tokens.weight")
+            embed = loader.embedding(EMBED_NAME)
             layers = [loader.layer(i) for i in range(config.num_hidden_layers)]
             norm = loader.norm("model.norm.weight", config.hidden_size)
             head = loader.head()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
 import torch
 from torch import Tensor
 
 from moe.dispatcher import LocalDispatcher
-from moe.experts import DENSE_MAX_ELEMENTS, DenseExperts, Experts, GatedMlp, GroupedExperts
+from moe.experts import DENSE_MAX_ELEMENTS, DenseExperts, GatedMlp, GroupedExperts, SmallExperts
 from moe.layer import MoeLayer
 from moe.router import Router
 from parallel.linear import Linear, Storage, build_linear
@@ -20,6 +25,7 @@ from runtime.weights import WeightSource
 
 # The norms inside attention have this constant in the published models, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
+MAX_LOAD_THREADS = 4
 EMBED_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -34,11 +40,29 @@ class Embedding:
         return self.table.index_select(0, token_ids).to(torch.float32)
 
 
+class Scratch(threading.local):
+    """One growing buffer a thread: the page faults of fresh memory would cost more than the copies into it."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def get(self, num_elements: int) -> Tensor:
+        """[num_elements] float32, overwritten by the thread's next call."""
+        if self._buffer.numel() < num_elements:
+            self._buffer = torch.empty(num_elements)
+        return self._buffer[:num_elements]
+
+
 class Loader:
-    """Turns names into parts. Products that share their input are fused into one weight."""
+    """Turns names into parts. Products that share their input are fused into one weight.
+
+    A context manager: it owns the threads that pack experts.
+    """
 
     def __init__(self, source: WeightSource, config: ModelConfig, device: torch.device, storage: Storage) -> None:
         self.source, self.config, self.device, self.storage = source, config, device, storage
+        self._scratch = Scratch()
+        self._pool = ThreadPoolExecutor(min(MAX_LOAD_THREADS, len(os.sched_getaffinity(0))))
         self._dims = MlaDims(
             num_heads=config.num_attention_heads,
             rank=config.kv_lora_rank,
@@ -48,22 +72,35 @@ class Loader:
             scale=softmax_scale(config.rope, config.qk_nope_head_dim + config.qk_rope_head_dim),
         )
 
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
     # ---- primitive parts
 
     def weight(self, parts: list[tuple[str, int]], in_features: int) -> Tensor:
         """[sum of rows, in_features] float32: the named tensors of the given rows, one below the other."""
         fused = torch.empty(sum(rows for _, rows in parts), in_features)
-        begin = 0
-        for name, rows in parts:
-            self.source.take_into(fused[begin : begin + rows], name)
-            begin += rows
+        self._fill(fused, parts)
         return fused.to(self.device)
 
     def linear(self, parts: list[tuple[str, int]], in_features: int) -> Linear:
-        return build_linear(self.weight(parts, in_features), self.storage, parts[0][0])
+        """One product of the named tensors, whose rows are fused."""
+        num_rows = sum(rows for _, rows in parts)
+        scratch = self._scratch.get(num_rows * in_features).view(num_rows, in_features)
+        self._fill(scratch, parts)
+        return build_linear(scratch.to(self.device), self.storage, parts[0][0])
 
     def norm(self, name: str, dim: int, eps: float | None = None) -> RmsNorm:
         return RmsNorm(self.source.take(name, (dim,)).to(self.device), self.config.rms_norm_eps if eps is None else eps)
+
+    def _fill(self, dest: Tensor, parts: list[tuple[str, int]]) -> None:
+        begin = 0
+        for name, rows in parts:
+            self.source.take_into(dest[begin : begin + rows], name)
+            begin += rows
 
     # ---- embedding and head
 
@@ -156,45 +193,49 @@ class Loader:
     def moe(self, prefix: str) -> MoeLayer:
         config = self.config
         assert config.router is not None
-        num_experts, hidden = config.num_experts, config.hidden_size
-        gate = self.source.take(f"{prefix}.gate.weight", (num_experts, hidden)).to(self.device)
+        gate = self.source.take(f"{prefix}.gate.weight", (config.num_experts, config.hidden_size)).to(self.device)
         bias = None
         if config.router.method == "noaux_tc":
-            bias = self.source.take(f"{prefix}.gate.e_score_correction_bias", (num_experts,)).to(self.device)
+            bias = self.source.take(f"{prefix}.gate.e_score_correction_bias", (config.num_experts,)).to(self.device)
         router = Router(config.router, gate, bias)
-        num_blocks = num_experts + config.num_shared_experts
-        if num_blocks * 3 * config.moe_intermediate_size * hidden <= DENSE_MAX_ELEMENTS:
-            return MoeLayer(router, LocalDispatcher(), self._dense_experts(prefix, num_blocks), None)
-        shared = None
-        if config.num_shared_experts:
-            shared = self.mlp(f"{prefix}.shared_experts", config.moe_intermediate_size * config.num_shared_experts)
-        return MoeLayer(router, LocalDispatcher(), self._grouped_experts(prefix), shared)
+        num_blocks = config.num_experts + config.num_shared_experts
+        if num_blocks * 3 * config.moe_intermediate_size * config.hidden_size <= DENSE_MAX_ELEMENTS:
+            return MoeLayer(router, LocalDispatcher(), self._small_experts(prefix, num_blocks), None)
+        return MoeLayer(router, LocalDispatcher(), self._grouped_experts(prefix), self._shared_expert(prefix))
 
-    def _grouped_experts(self, prefix: str) -> Experts:
-        width, hidden = self.config.moe_intermediate_size, self.config.hidden_size
-        names = [f"{prefix}.experts.{e}" for e in range(self.config.num_experts)]
-        gate_up = [
-            self.linear([(f"{n}.gate_proj.weight", width), (f"{n}.up_proj.weight", width)], hidden) for n in names
-        ]
-        return GroupedExperts(gate_up, [self.linear([(f"{n}.down_proj.weight", hidden)], width) for n in names])
+    def _shared_expert(self, prefix: str) -> GatedMlp | None:
+        count = self.config.num_shared_experts
+        return self.mlp(f"{prefix}.shared_experts", self.config.moe_intermediate_size * count) if count else None
 
-    def _dense_experts(self, prefix: str, num_blocks: int) -> Experts:
+    def _grouped_experts(self, prefix: str) -> GroupedExperts:
+        def expert(idx: int) -> GatedMlp:
+            with torch.inference_mode():  # a thread's own setting
+                return self.mlp(f"{prefix}.experts.{idx}", self.config.moe_intermediate_size)
+
+        # Packing is single-threaded inside and dominates loading; experts are independent.
+        return GroupedExperts(list(self._pool.map(expert, range(self.config.num_experts))))
+
+    def _small_experts(self, prefix: str, num_blocks: int) -> SmallExperts:
         config = self.config
-        width, hidden, num_experts = config.moe_intermediate_size, config.hidden_size, config.num_experts
-        gate_up = torch.empty(num_blocks, 2, width, hidden)
-        down = torch.empty(num_blocks, hidden, width)
-        for e in range(num_experts):
-            self.source.take_into(gate_up[e, 0], f"{prefix}.experts.{e}.gate_proj.weight")
-            self.source.take_into(gate_up[e, 1], f"{prefix}.experts.{e}.up_proj.weight")
-            self.source.take_into(down[e], f"{prefix}.experts.{e}.down_proj.weight")
-        if config.num_shared_experts:  # cut into blocks of an expert's width
-            wide = width * config.num_shared_experts
-            for i, kind in enumerate(("gate_proj", "up_proj")):
-                whole = self.source.take(f"{prefix}.shared_experts.{kind}.weight", (wide, hidden))
-                gate_up[num_experts:, i] = whole.view(-1, width, hidden)
-            whole = self.source.take(f"{prefix}.shared_experts.down_proj.weight", (hidden, wide))
-            down[num_experts:] = whole.view(hidden, -1, width).transpose(0, 1)
-        return DenseExperts(gate_up.to(self.device), down.to(self.device), num_experts)
+        width, hidden = config.moe_intermediate_size, config.hidden_size
+        many, shared = self._grouped_experts(prefix), self._shared_expert(prefix)
+        gate_up = torch.empty(2, num_blocks * width, hidden)
+        down = torch.empty(hidden, num_blocks * width)
+        places = [(f"{prefix}.experts.{e}", e * width, (e + 1) * width) for e in range(config.num_experts)]
+        if shared is not None:
+            places.append((f"{prefix}.shared_experts", config.num_experts * width, num_blocks * width))
+        for name, begin, end in places:
+            self.source.take_into(gate_up[0, begin:end], f"{name}.gate_proj.weight")
+            self.source.take_into(gate_up[1, begin:end], f"{name}.up_proj.weight")
+            self.source.take_into(down[:, begin:end], f"{name}.down_proj.weight")
+        few = DenseExperts(
+            build_linear(gate_up.flatten(0, 1).to(self.device), self.storage, f"{prefix}.experts.*.gate_proj.weight"),
+            build_linear(down.to(self.device), self.storage, f"{prefix}.experts.*.down_proj.weight"),
+            config.num_experts,
+            width,
+            self.device,
+        )
+        return SmallExperts(few, many, shared)
 
     def _is_mtp_name(self, name: str) -> bool:
         return name.startswith(f"model.layers.{self.config.num_hidden_layers}.")

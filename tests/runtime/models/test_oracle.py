@@ -1,4 +1,4 @@
-"""Logits against transformers' DeepSeek classes in float32: whole prompts, chunks, and decoding over scattered pages."""
+"""Logits against transformers (float32): whole prompts, chunks, and decoding over scattered pages."""
 
 from __future__ import annotations
 
