@@ -134,6 +134,8 @@ def _drive(
         for chunk in _step(engine):
             index = int(chunk.request_id)
             outcomes[index].add(chunk)
+            if outcomes[index].finished:
+                progress.clear()
             printer.update(index, chunk)
             progress.update(index, chunk)
             if outcomes[index].error is not None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO
 from launch.outcome import Outcome
 from runtime.request import TokenChunk
 
+REFRESH_S = 0.1
 _CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
 
 
@@ -82,28 +83,31 @@ class TextPrinter:
 
 
 class Progress:
-    """One line on a terminal, rewritten at most ten times a second; silent elsewhere."""
+    """One line on a terminal, rewritten every REFRESH_S seconds at most; silent elsewhere."""
 
     def __init__(self, outcomes: Sequence[Outcome], err: TextIO, shown: bool) -> None:
         self._outcomes, self._err = outcomes, err
         self._shown = shown and err.isatty()
         self._start = self._last = time.monotonic()
         self._num_tokens = 0
+        self._visible = False
 
     def update(self, index: int, chunk: TokenChunk | None) -> None:
         self._num_tokens += len(chunk.token_ids) if chunk else 0
         now = time.monotonic()
-        if self._shown and now - self._last >= 0.1:
-            self._last = now
+        if self._shown and now - self._last >= REFRESH_S:
+            self._last, self._visible = now, True
             done = sum(o.finished for o in self._outcomes)
             rate = self._num_tokens / (now - self._start)
             self._err.write(f"\r{done}/{len(self._outcomes)} prompts, {self._num_tokens} tokens, {rate:.1f} tokens/s ")
             self._err.flush()
 
     def clear(self) -> None:
-        if self._shown:
+        """Take the line away, before anything else is written to the same terminal."""
+        if self._shown and self._visible:
             self._err.write("\r\x1b[K")
             self._err.flush()
+            self._visible = False
 
 
 def figures_line(figures: dict[str, Any]) -> str:

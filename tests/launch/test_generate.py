@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,27 @@ def test_wrong_flags_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match="max_tokens = -1: expected an integer >= 1"):
         run(GenerateOptions(prompts=["a"], flags={"max_tokens": -1}), engine.factory())
     assert engine.config is None
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_goes_to_a_terminal_on_stderr_and_leaves_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = io.StringIO(), Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    monkeypatch.setattr("launch.printers.REFRESH_S", 0.0)
+    assert run(GenerateOptions(prompts=["a", "b"], json=True), FakeEngine().factory()) == EXIT_OK
+    assert "0/2 prompts, 1 tokens, " in err.getvalue()
+    assert err.getvalue().endswith("\r\x1b[K")
+    assert all(json.loads(line) for line in out.getvalue().splitlines())
+
+
+def test_control_characters_reach_a_pipe_but_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("a\x1b[2J\x9b", "b\n\tc", "d")
+    for out, text in ((io.StringIO(), "a\x1b[2J\x9bb\n\tcd\n"), (Terminal(), "a[2Jb\n\tcd\n")):
+        monkeypatch.setattr("sys.stdout", out)
+        run(GenerateOptions(prompts=["x"]), FakeEngine(words=words).factory())
+        assert out.getvalue().startswith(text)
