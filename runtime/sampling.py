@@ -112,13 +112,11 @@ def _top_k_top_p(logits: Tensor, rows: SamplingRows) -> Tensor:
         num_best = min(max(num_best, _CPU_CANDIDATES), vocab_size) if logits.device.type == "cpu" else vocab_size
     best = logits.topk(num_best, dim=2).values  # [R, Q, num_best], descending
     if uses.max_top_k:
-        floor = _top_k_floor(best, rows.top_k)
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-        best = best.masked_fill(best < floor, -torch.inf)
+        logits = logits.masked_fill(logits < _top_k_floor(best, rows.top_k), -torch.inf)
     if not uses.top_p:
         return logits
     top_p = rows.top_p.view(-1, 1, 1)
-    total = logits.logsumexp(-1, keepdim=True)
+    total = logits.logsumexp(-1, keepdim=True)  # of what top-k left; beyond it the mass passes 1, which changes nothing
     mass = (best - total).exp().cumsum(-1)  # [R, Q, num_best]
     if num_best < vocab_size and bool(((mass[..., -1:] < top_p) & (top_p < 1)).any()):  # CPU only: no synchronisation
         best = logits.sort(dim=2, descending=True).values

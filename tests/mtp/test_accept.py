@@ -111,6 +111,21 @@ def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
     assert draw(torch.tensor([[1.0, 3.0, 3.0]]), _keys([0]), torch.tensor([1]), draft=True).tolist() == [1]
 
 
+def test_only_ratio_drafts_have_noise_of_their_own() -> None:
+    keys = _keys([0, 1, 2])
+    logits, positions = _close_logits(2, 3, 0, 50)[0][:, 0], torch.tensor([4, 5, 6])
+    for is_draft in (False, True):
+        drawn = draw(logits, keys, positions, draft=is_draft).tolist()
+        purpose = Purpose.DRAFT if is_draft else Purpose.TARGET
+        wanted = [
+            logits[0],
+            logits[1] + _noise(keys, 1, 5, Purpose.TARGET, 50),
+            logits[2] + _noise(keys, 2, 6, purpose, 50),
+        ]
+        assert drawn == [int(scores.argmax()) for scores in wanted]
+    assert not torch.equal(_noise(keys, 2, 6, Purpose.DRAFT, 50), _noise(keys, 2, 6, Purpose.TARGET, 50))
+
+
 def test_a_match_after_a_mismatch_does_not_count() -> None:
     result = _one([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]], [0, 1])
     assert (int(result.num_accepted), int(result.next_token)) == (0, 1)
