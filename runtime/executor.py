@@ -68,7 +68,7 @@ class Executor:
         hidden = self._model.forward(token_ids, batch.meta, self._kv)  # [T, hidden_size]
         verified = self._verify(plan, batch, rows, drafts, hidden) if plan.num_verify else None
         sampled = self._sample(plan, batch, hidden) if len(batch.sample_index) else None
-        pending = PendingResult(plan, verified, sampled)
+        pending = PendingResult(plan, verified, sampled, _spoilt_chunks(plan, hidden))
         if state.device.type == "cpu":
             publish(pending.wait())
         if self._drafter is not None:
@@ -155,12 +155,20 @@ class Executor:
 class PendingResult:
     """Ids and counts of a step on their way to the host: the copies start here and end in `wait`."""
 
-    def __init__(self, plan: StepPlan, verified: _Verdict | None, sampled: _Verdict | None) -> None:
+    def __init__(
+        self, plan: StepPlan, verified: _Verdict | None, sampled: _Verdict | None, spoilt_chunks: Tensor | None
+    ) -> None:
         self._plan = plan
         sample_rows = np.flatnonzero(plan.arrays.samples[plan.num_verify :]) + plan.num_verify
-        parts = ((np.arange(plan.num_verify), verified), (sample_rows, sampled))
-        self._parts = [(rows, _to_host(verdict)) for rows, verdict in parts if verdict is not None]
-        self._event = torch.cuda.Event() if any(v.token_ids.is_cuda for _, v in parts if v is not None) else None
+        parts: list[tuple[np.ndarray, dict[str, Tensor]]] = []
+        if verified is not None:
+            parts.append((np.arange(plan.num_verify), _tensors(verified)))
+        if sampled is not None:
+            parts.append((sample_rows, _tensors(sampled)))
+        if spoilt_chunks is not None:
+            parts.append((np.arange(plan.num_verify, plan.num_rows), {"bad": spoilt_chunks}))
+        self._parts = [(rows, _to_host(tensors)) for rows, tensors in parts]
+        self._event = torch.cuda.Event() if any(t.is_cuda for _, ts in parts for t in ts.values()) else None
         if self._event is not None:
             self._event.record()
 
@@ -182,21 +190,38 @@ class PendingResult:
         for rows, tensors in self._parts:
             for name, tensor in tensors.items():
                 values = tensor.numpy()
-                if values.ndim == 1:
+                if name == "bad":
+                    arrays[name][rows] |= values
+                elif values.ndim == 1:
                     arrays[name][rows] = values
                 else:
                     arrays[name][rows, : values.shape[1]] = values
         return StepResult(step_id=plan.step_id, **arrays)
 
 
-def _to_host(verdict: _Verdict) -> dict[str, Tensor]:
+def _spoilt_chunks(plan: StepPlan, hidden: Tensor) -> Tensor | None:
+    """[P] bool: prefill rows with a state that is not finite. Logits tell of a chunk's last token at most, and the
+    cache takes only finite values, so that without this a NaN would end in plausible tokens."""
+    counts = plan.arrays.num_tokens[plan.num_verify :].tolist()
+    if not counts:
+        return None
+    spoilt = ~hidden[-sum(counts) :].sum(1).isfinite()  # a sum is finite only if its terms are
+    return torch.stack([chunk.any() for chunk in torch.split(spoilt, counts)])
+
+
+def _tensors(verdict: _Verdict) -> dict[str, Tensor]:
     tensors = {
         "counts": verdict.accepted.num_accepted + 1, "token_ids": verdict.token_ids, "bad": verdict.accepted.bad
     }
     if verdict.logprobs is not None:
         tensors["chosen_logprobs"] = verdict.logprobs.chosen
         tensors["top_ids"], tensors["top_logprobs"] = verdict.logprobs.top_ids, verdict.logprobs.top
-    if not verdict.token_ids.is_cuda:
+    return tensors
+
+
+def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, on their way to pinned host memory if they are on a device."""
+    if not any(tensor.is_cuda for tensor in tensors.values()):
         return tensors
     pinned = {name: torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for name, t in tensors.items()}
     return {name: buffer.copy_(tensors[name], non_blocking=True) for name, buffer in pinned.items()}

@@ -10,14 +10,22 @@ from torch import Tensor
 from mtp.drafter import MtpDrafter
 from runtime.attention.meta import AttentionMeta, KvSpec
 from runtime.loading import LoadedModel
+from runtime.serve.detokenizer import DetokenizerFactory
 
 _DECAY = 0.7
 
 
 class ToyModel:
-    """h_i = tanh(A e(x_i) + B sum_s decay^(i-s) kv_s), kv_s = e(x_s); float64 inside, so that ids never hang on rounding."""
+    """h_i = tanh(A e(x_i) + B sum_s decay^(i-s) kv_s), kv_s = e(x_s).
 
-    def __init__(self, *, vocab_size: int = 50, hidden_size: int = 16, seed: int = 0, sharpness: float = 6.0) -> None:
+    It computes in float64, so that ids never hang on rounding. `nan_token` has an embedding of NaN; like the real
+    models, this one lets only finite values into its cache.
+    """
+
+    def __init__(
+        self, *, vocab_size: int = 50, hidden_size: int = 16, seed: int = 0, sharpness: float = 6.0,
+        nan_token: int | None = None,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape: int) -> Tensor:
@@ -26,9 +34,11 @@ class ToyModel:
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.embedding = random(vocab_size, hidden_size)
+        if nan_token is not None:
+            self.embedding[nan_token] = torch.nan
         self.own, self.past = random(hidden_size, hidden_size) / 4, random(hidden_size, hidden_size) / 4
         self.out = random(hidden_size, vocab_size) * sharpness / hidden_size
-        self.layer = 0
+        self.bias = torch.zeros(vocab_size, dtype=torch.float64)
         self.noise = random(hidden_size, vocab_size) / hidden_size
 
     @property
@@ -43,7 +53,7 @@ class ToyModel:
         return torch.tanh(entries @ self.own + attend(entries, meta, kv[0]) @ self.past)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return (hidden @ self.out).float()
+        return (hidden @ self.out + self.bias).float()
 
     def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
         """[n, V] logits of a whole sequence."""
@@ -80,7 +90,7 @@ class ToyHead:
 def attend(entries: Tensor, meta: AttentionMeta, cache: Tensor) -> Tensor:
     """Write `entries` [T, width] to the paged cache, then the decayed sum over each token's visible positions."""
     page_size = cache.shape[1]
-    cache.view(-1, cache.shape[2])[meta.write_index] = entries
+    cache.view(-1, cache.shape[2])[meta.write_index] = entries.nan_to_num(0.0)
     parts = []
     if meta.decode is not None:
         group = meta.decode
@@ -88,7 +98,7 @@ def attend(entries: Tensor, meta: AttentionMeta, cache: Tensor) -> Tensor:
         own = meta.positions[: group.num_rows * group.q_len].view(group.num_rows, group.q_len, 1)
         distance = own - torch.arange(context.shape[1])
         weight = torch.where(group.mask == 0, _DECAY ** distance.double(), 0.0)
-        parts.append((weight @ torch.where(weight.amax(1).unsqueeze(2) > 0, context, 0.0)).flatten(0, 1))
+        parts.append((weight @ context).flatten(0, 1))
     for row in meta.prefill:
         stop = row.start + row.end - row.begin
         context = cache[row.pages].flatten(0, 1)[:stop]
@@ -108,15 +118,17 @@ def _weights(length: int) -> Tensor:
 
 def load_toy(
     *, vocab_size: int = 50, draft: bool = True, error: float = 0.5, seed: int = 0, max_len: int = 256,
-    eos: tuple[int, ...] = (), sharpness: float = 6.0,
+    eos: tuple[int, ...] = (), sharpness: float = 6.0, nan_token: int | None = None,
+    detokenizers: DetokenizerFactory | None = None, make_drafter: type[ToyDrafter] | None = None,
 ) -> LoadedModel:
-    model = ToyModel(vocab_size=vocab_size, seed=seed, sharpness=sharpness)
+    model = ToyModel(vocab_size=vocab_size, seed=seed, sharpness=sharpness, nan_token=nan_token)
     drafter = None
     if draft:
-        drafter = ToyDrafter(ToyHead(model, error=error), vocab_size=vocab_size, hidden_size=model.hidden_size)
+        head = ToyHead(model, error=error)
+        drafter = (make_drafter or ToyDrafter)(head, vocab_size=vocab_size, hidden_size=model.hidden_size)
     return LoadedModel(
         model=model, drafter=drafter, device=torch.device("cpu"), vocab_size=vocab_size,
-        max_position_embeddings=max_len, eos_token_ids=eos, detokenizers=None,
+        max_position_embeddings=max_len, eos_token_ids=eos, detokenizers=detokenizers,
     )
 
 
