@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import torch
 
@@ -27,28 +26,34 @@ class LocalChannel:
         else:
             self._pool = ThreadPoolExecutor(1, "lockstep-rank", initializer=torch.set_num_threads, initargs=(threads,))
 
-    def send(self, plan: StepPlan) -> Future[StepResult]:
-        """Start a step. Raises what an earlier step raised after its counts were out."""
+    def raise_failure(self) -> None:
+        """Raise what a step has raised, on every call from then on: no later plan can be trusted to run."""
         if self._failure is not None:
             raise self._failure
+
+    def send(self, plan: StepPlan) -> Future[StepResult]:
+        """Start a step. Raises what an earlier step raised after its counts were out."""
+        self.raise_failure()
         if self._through_codec:
             plan = decode(encode(plan))
         counts: Future[StepResult] = Future()
         if self._pool is None:
-            self._executor.run(plan, counts.set_result)
+            self._run(plan, counts)
         else:
-            run = self._pool.submit(self._executor.run, plan, counts.set_result)
-            run.add_done_callback(partial(self._relay_failure, counts))
+            self._pool.submit(self._run, plan, counts)
         return counts
 
     def close(self) -> None:
+        """Wait for the steps in flight; none can be sent after them."""
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown()
+        self._failure = self._failure or RuntimeError("the engine is closed")
 
-    def _relay_failure(self, counts: Future[StepResult], run: Future[None]) -> None:
-        error = None if run.cancelled() else run.exception()
-        if error is None:
-            return
-        self._failure = error
-        if not counts.done():
-            counts.set_exception(error)
+    def _run(self, plan: StepPlan, counts: Future[StepResult]) -> None:
+        try:
+            self._executor.run(plan, counts.set_result)
+        except BaseException as error:
+            self._failure = error
+            if not counts.done():
+                counts.set_exception(error)
+            raise

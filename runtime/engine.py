@@ -73,7 +73,11 @@ class Engine:
             self._unsent.append(self._end(live, live.output.fail(FinishReason.ABORT, None)))
 
     def step(self) -> list[TokenChunk]:
-        """Plan and publish one step, then commit the oldest in flight. Returns the chunks that became ready."""
+        """Plan and publish one step, then commit the oldest in flight. Returns the chunks that became ready.
+
+        Raises what a step raised, every time from then on.
+        """
+        self._channel.raise_failure()
         plan = self._scheduler.schedule()
         if plan is not None:
             self._steps.append(self._channel.send(plan))
@@ -104,7 +108,7 @@ class Engine:
     def _chunk(self, row: CommittedRow, result: StepResult) -> TokenChunk:
         live = self._live[row.state.request.request_id]
         if row.bad:
-            message = "the model's logits for this request are not finite (NaN or infinity); the request was ended"
+            message = "the model's values for this request are not finite (NaN or infinity); the request was ended"
             return self._end(live, live.output.fail(FinishReason.ERROR, message))
         chunk = live.output.extend(row, result)
         return self._end(live, chunk) if chunk.finish_reason is not None else self._deliver(live, chunk)
