@@ -50,32 +50,35 @@ class GroupedExperts:
     def __call__(self, tokens: Dispatched) -> Tensor:
         hidden, routing = tokens.hidden, tokens.routing
         num_experts, top_k = len(self._experts), routing.expert_ids.shape[1]
-        if hidden.shape[0] == 1:  # nothing to sort: one row for each expert
+        if hidden.shape[0] == 1:
             expert_ids = routing.expert_ids[0].tolist()
-            pieces = [(e, hidden) for e in expert_ids if e < num_experts]
-            return self._run_together(pieces, routing.weights.view(-1, 1)).sum(0, keepdim=True)
+            if max(expert_ids) < num_experts:  # nothing to sort: one row for each expert
+                output = self._run_together([(e, hidden) for e in expert_ids], routing.weights.view(-1, 1))
+                return output.sum(0, keepdim=True)
         sorted_ids, order = routing.expert_ids.flatten().sort(stable=True)  # [num_tokens * top_k]
         counts = torch.bincount(sorted_ids, minlength=num_experts + 1).tolist()[:num_experts]
         order = order[: sum(counts)]  # without those for no expert
         token_idx = order // top_k
-        routed = torch.split(hidden.index_select(0, token_idx), counts)  # per expert: [count, hidden_size]
-        pieces = [(e, piece) for e, piece in enumerate(routed) if counts[e]]
         weights = routing.weights.view(-1, 1).index_select(0, order)
         output = torch.zeros_like(hidden)
+        if len(order) == 0:
+            return output
         if len(order) <= TOGETHER_MAX_ROWS:
-            return output.index_add_(0, token_idx, self._run_together(pieces, weights)) if pieces else output
+            routed = torch.split(hidden.index_select(0, token_idx), counts)  # per expert: [count, hidden_size]
+            pieces = [(e, piece) for e, piece in enumerate(routed) if counts[e]]
+            return output.index_add_(0, token_idx, self._run_together(pieces, weights))
         begin = 0
-        for expert, piece in pieces:
-            rows = slice(begin, begin := begin + piece.shape[0])
-            output.index_add_(0, token_idx[rows], self._experts[expert](piece, weights[rows]))
+        for expert, count in enumerate(counts):
+            rows = slice(begin, begin := begin + count)
+            if count:
+                piece = hidden.index_select(0, token_idx[rows])
+                output.index_add_(0, token_idx[rows], self._experts[expert](piece, weights[rows]))
         return output
 
     def _run_together(self, pieces: list[tuple[int, Tensor]], weights: Tensor) -> Tensor:
         """Few rows: join the experts' inner values for what is done element by element. weights: [num_rows, 1]."""
-        if not pieces:
-            return torch.zeros_like(weights[:, :1])
         inner = torch.cat([self._experts[e].gate_up(piece) for e, piece in pieces])  # [num_rows, 2 * width]
-        inner = gated(inner, inner.shape[1] // 2).mul_(weights[: inner.shape[0]])
+        inner = gated(inner, inner.shape[1] // 2).mul_(weights)
         inner_pieces = torch.split(inner, [piece.shape[0] for _, piece in pieces])
         return torch.cat([self._experts[e].down(part) for (e, _), part in zip(pieces, inner_pieces, strict=True)])
 
