@@ -1,4 +1,4 @@
-"""Rows of a plan -> device tensors. The host knows slots and row lengths; positions of verify rows come from the device."""
+"""Rows of a plan -> device tensors. Slots and row lengths are the plan's, positions of verify rows the device's."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def build_batch(plan: StepPlan, state: DeviceState) -> Batch:
 
 
 def draft_meta(state: DeviceState, batch: Batch, plan: StepPlan, i: int) -> AttentionMeta:
-    """The single-token pass that yields the logits of draft i >= 1 (0-based): position committed - 2 + i of each row."""
+    """The single-token pass that yields the logits of draft i >= 1 (0-based): position committed - 2 + i."""
     positions = batch.first_position + (i - 2)  # [D]
     bound = int(plan.arrays.kv_bounds[: plan.num_verify].max())
     return AttentionMeta(

@@ -48,7 +48,7 @@ class DeviceState:
         packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64, casting="safe"))
         if self.device.type != "cpu":
             packed = packed.pin_memory().to(self.device, non_blocking=True)
-        return packed.split([len(a) for a in arrays])
+        return tuple(torch.split(packed, [len(a) for a in arrays]))
 
     def apply(self, plan: StepPlan) -> None:
         """Enter what the plan says about slots: those freed, new requests in full, pages granted."""

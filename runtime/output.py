@@ -70,7 +70,8 @@ class OutputState:
 
     def _push(self, token_id: int) -> tuple[str, int | str | None]:
         """Text of one token, and the EOS, stop id or stop string that it ends the request with."""
-        if self._num_output > self.request.sampling.min_tokens and (token_id in self._eos or token_id in self._stop_ids):
+        may_stop = self._num_output > self.request.sampling.min_tokens
+        if may_stop and (token_id in self._eos or token_id in self._stop_ids):
             return "", token_id
         return self._text.push(token_id) if self._text is not None else ("", None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ class PlanArrays:
     new_masked_ids: Int32Array  # ragged; EOS and stop ids, barred until min_tokens
 
 
-_DTYPES = {f.name: np.dtype(np.int32) for f in fields(PlanArrays)}
+_DTYPES: dict[str, np.dtype[Any]] = {f.name: np.dtype(np.int32) for f in fields(PlanArrays)}
 _DTYPES["new_params"] = np.dtype(np.uint8)
 _DTYPES["new_bias_values"] = np.dtype(np.float32)
 
@@ -99,7 +100,8 @@ def decode(data: bytes | memoryview) -> StepPlan:
         raise ValueError(f"not a plan of version {VERSION}: magic {magic!r}, version {version}, {count} arrays")
     body = memoryview(data)[_HEADER.size :]
     if len(body) != size or zlib.crc32(body) != crc:
-        raise ValueError(f"plan {step_id} is damaged: {len(body)} bytes of {size}, checksum {zlib.crc32(body)} of {crc}")
+        found = zlib.crc32(body)
+        raise ValueError(f"plan {step_id} is damaged: {len(body)} bytes of {size}, checksum {found} of {crc}")
     lengths = np.frombuffer(body, np.int32, count)
     offset = 4 * count
     arrays: dict[str, NDArray[np.generic]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from runtime.sampling_params import stack_params
 
 _EMPTY = np.zeros(0, np.int32)
 _ZERO = np.zeros(1, np.int32)
-_NO_REQUESTS: dict[str, NDArray[np.generic]] = dict(
+_NO_REQUESTS: dict[str, NDArray[Any]] = dict(
     new_slots=_EMPTY, new_limits=_EMPTY, new_cu_tokens=_ZERO, new_tokens=_EMPTY, new_params=np.zeros(0, np.uint8),
     new_bias_ids=_EMPTY, new_bias_values=np.zeros(0, np.float32), new_masked_ids=_EMPTY,
 )
@@ -71,13 +72,13 @@ class PlanBuilder:
             page_slots=page_slots, page_index=page_index, pages=pages,
             freed_slots=np.array(freed_slots, np.int32), **(_new_requests(self._new) if self._new else _NO_REQUESTS),
         )
+        most_logprobs = int(num_logprobs[all_slots].max(initial=-1))
         return StepPlan(
-            step_id=step_id, k=self._k, num_verify=num_verify, num_logprobs=int(num_logprobs[all_slots].max(initial=-1)),
-            split=False, arrays=arrays,
+            step_id=step_id, k=self._k, num_verify=num_verify, num_logprobs=most_logprobs, split=False, arrays=arrays
         )
 
 
-def _new_requests(new: Sequence[tuple[int, RequestState]]) -> dict[str, NDArray[np.generic]]:
+def _new_requests(new: Sequence[tuple[int, RequestState]]) -> dict[str, NDArray[Any]]:
     states = [state for _, state in new]
     params = stack_params([state.params for state in states])
     return dict(

@@ -75,7 +75,7 @@ class SamplingTable:
         self._bias_values = _put(self._bias_values, index, rows["num_bias"], params.bias_values, 0.0)
         self._masked_ids = _put(self._masked_ids, index, rows["num_masked"], params.masked_ids, -1)
 
-    def gather(self, slots: Tensor, host_slots: NDArray[np.int64]) -> SamplingRows:
+    def gather(self, slots: Tensor, host_slots: NDArray[np.integer]) -> SamplingRows:
         """Rows of `slots` [R] int64; `host_slots` is the same on the host, for what it can skip."""
         floats = dict(zip(_FLOATS, self._floats[slots].unbind(1), strict=True))
         ints = dict(zip(_INTS, self._ints[slots].unbind(1), strict=True))

@@ -67,7 +67,8 @@ def main() -> None:
         engine._channel = WaitingDevice(0.008, 0.0003)  # type: ignore[assignment]
         for i in range(args.requests):
             prompt = tuple(range(2, 18))
-            engine.submit(GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=2000)))
+            sampling = SamplingParams(max_tokens=2000)
+            engine.submit(GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling))
         for _ in range(5):
             engine.step()
         times = []

@@ -44,7 +44,8 @@ def main() -> None:
                 python, str(SCRIPT), *extra, "--model", str(args.model), "--prompts", args.prompts,
                 "--batches", args.batches, "--out-tokens", args.out_tokens,
             ]
-            done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
+            environment = {**os.environ, **ENVIRONMENT}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
                 print(f"failed: {' '.join(extra)}: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
             for line in done.stdout.splitlines():
