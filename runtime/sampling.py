@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.sampling_tables import SamplingRows
 
-# Top-p needs the logits in order. On the CPU the best few are tried first: sorting all takes 20 times as long.
-_CPU_CANDIDATES = 1024
+_SORT_ABOVE = 256  # from this top-k on, sorting the vocabulary is no slower than finding the best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,25 +106,29 @@ def _penalise_(logits: Tensor, rows: SamplingRows, counts: TokenCounts, drafts: 
 
 def _top_k_top_p(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Removes what top-k, and then top-p over the rest, leave out."""
-    vocab_size, uses = logits.shape[2], rows.uses
-    num_best = min(uses.max_top_k, vocab_size)
-    if uses.top_p:
-        num_best = min(max(num_best, _CPU_CANDIDATES), vocab_size) if logits.device.type == "cpu" else vocab_size
-    best = logits.topk(num_best, dim=2).values  # [R, Q, num_best], descending
+    uses = rows.uses
+    best = _descending(logits, 0 if uses.top_p_alone else uses.max_top_k)  # [R, Q, num_best]
     if uses.max_top_k:
         logits = logits.masked_fill(logits < _top_k_floor(best, rows.top_k), -torch.inf)
     if not uses.top_p:
         return logits
-    top_p = rows.top_p.view(-1, 1, 1)
-    total = logits.logsumexp(-1, keepdim=True)  # of what top-k left; beyond it the mass passes 1, which changes nothing
-    mass = (best - total).exp().cumsum(-1)  # [R, Q, num_best]
-    if num_best < vocab_size and bool(((mass[..., -1:] < top_p) & (top_p < 1)).any()):  # CPU only: no synchronisation
-        best = logits.sort(dim=2, descending=True).values
-        mass = (best - total).exp().cumsum(-1)
+    # Relative to what top-k left. Beyond that the mass passes 1, which changes nothing; where equals of the k-th token
+    # are missing from `best` it falls short, and the k-th token is the last kept, as it should be.
+    mass = (best - logits.logsumexp(-1, keepdim=True)).exp_().cumsum(-1)  # [R, Q, num_best]
     # A token stays while the tokens above it weigh less than top_p: the one that crosses the threshold is the last.
+    top_p = rows.top_p.view(-1, 1, 1)
     num_kept = 1 + (mass[..., :-1] < top_p).sum(-1, keepdim=True)  # [R, Q, 1]
     floor = best.gather(2, num_kept - 1).masked_fill_(top_p >= 1, -torch.inf)
     return logits.masked_fill(logits < floor, -torch.inf)
+
+
+def _descending(logits: Tensor, num_best: int) -> Tensor:
+    """The best `num_best` logits in order (0: all), or all when that is no slower. NaN comes first."""
+    if 0 < num_best <= min(_SORT_ABOVE, logits.shape[2]):
+        return logits.topk(num_best, dim=2).values
+    if logits.device.type == "cpu":  # numpy sorts with vector instructions, torch (2.13) does not: ten times as long
+        return torch.from_numpy(np.sort(logits.numpy(), axis=2)).flip(2)
+    return logits.sort(dim=2, descending=True).values
 
 
 def _top_k_floor(best: Tensor, top_k: Tensor) -> Tensor:

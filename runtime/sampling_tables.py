@@ -28,6 +28,7 @@ class Uses:
     temperature: bool
     min_p: bool
     top_p: bool
+    top_p_alone: bool  # a row has top-p and no top-k: its candidates are the whole vocabulary
     max_top_k: int  # largest top-k of the rows that have one, 0 when none has
 
 
@@ -113,6 +114,7 @@ def _uses(host: NDArray[Any]) -> Uses:
         temperature=bool((host["temperature"] != 1).any()),
         min_p=bool((host["min_p"] > 0).any()),
         top_p=bool((host["top_p"] < 1).any()),
+        top_p_alone=bool(((host["top_p"] < 1) & (host["top_k"] == 0)).any()),
         max_top_k=int(host["top_k"].max(initial=0)),
     )
 

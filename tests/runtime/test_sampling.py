@@ -141,18 +141,17 @@ def test_a_row_is_the_same_alone_and_in_a_batch(seed: int) -> None:
             )
 
 
-@pytest.mark.parametrize("num_candidates", [1, 4, VOCAB])
-@pytest.mark.parametrize("with_top_k", [True, False])
-def test_the_number_of_candidates_changes_nothing(
-    num_candidates: int, with_top_k: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("sort_above", [0, 3, VOCAB])
+def test_sorting_and_finding_the_best_agree(sort_above: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = _random_rows(77, 30, 1)
     for row in rows:
-        row.params = dataclasses.replace(row.params, top_k=row.params.top_k % 6 if with_top_k else 0)
-    logits = _logits(77, 30, 2)
-    wanted = _reference(logits, rows)
-    monkeypatch.setattr(runtime.sampling, "_CPU_CANDIDATES", num_candidates)
-    _assert_close(Batch(rows).process(logits), wanted)
+        row.params = dataclasses.replace(row.params, top_k=1 + row.params.top_k % 6)
+    logits = _logits(77, 30, 2).round()  # many equals
+    monkeypatch.setattr(runtime.sampling, "_SORT_ABOVE", sort_above)
+    batch = Batch(rows)
+    assert batch.rows.uses.top_p
+    assert not batch.rows.uses.top_p_alone
+    _assert_close(batch.process(logits), _reference(logits, rows))
 
 
 def _apply(params: SamplingParams, scores: list[float]) -> list[float]:

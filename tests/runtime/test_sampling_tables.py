@@ -109,7 +109,7 @@ def test_flags_are_those_of_the_gathered_rows() -> None:
     assert uses(0) == set()
     assert uses(0, 1) == {"any_coupled", "max_top_k"}
     assert uses(2) == {"penalties", "bias", "min_tokens"}
-    assert uses(3, 0) == {"any_ratio", "temperature", "min_p", "top_p"}
+    assert uses(3, 0) == {"any_ratio", "temperature", "min_p", "top_p", "top_p_alone"}
     assert table.gather(torch.tensor([0, 1]), np.array([0, 1])).num_logprobs == 2
     assert table.gather(torch.tensor([0, 2]), np.array([0, 2])).num_logprobs == -1
 
