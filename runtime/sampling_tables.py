@@ -65,10 +65,12 @@ class SamplingTable:
         self._bias_values = torch.zeros((num_slots, 0), dtype=torch.float32, device=device)
         self._masked_ids = torch.full((num_slots, 0), -1, dtype=torch.int64, device=device)
         self._copy_in(torch.arange(num_slots, device=device), self._host)
+        self._last: tuple[bytes, SamplingRows] | None = None  # a decode step mostly asks for the last one's slots
 
     def write(self, slots: NDArray[np.int64], params: EncodedParams) -> None:
         """Sets `slots` [n] to the n requests of `params`; what the slots held before is gone."""
         rows = params.rows
+        self._last = None
         self._host[slots] = rows
         index = torch.from_numpy(slots).to(self._floats.device)
         self._copy_in(index, rows)
@@ -78,6 +80,12 @@ class SamplingTable:
 
     def gather(self, slots: Tensor, host_slots: NDArray[np.integer]) -> SamplingRows:
         """Rows of `slots` [R] int64; `host_slots` is the same on the host, for what it can skip."""
+        key = host_slots.tobytes()
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._gather(slots, host_slots)
+        return self._last[1]
+
+    def _gather(self, slots: Tensor, host_slots: NDArray[np.integer]) -> SamplingRows:
         floats = dict(zip(_FLOATS, self._floats[slots].unbind(1), strict=True))
         ints = dict(zip(_INTS, self._ints[slots].unbind(1), strict=True))
         host = self._host[host_slots]

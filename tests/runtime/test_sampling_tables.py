@@ -176,3 +176,12 @@ def test_which_rows_use_penalties() -> None:
         ]
     ).rows
     assert uses_penalties(rows).tolist() == [False, True, True]
+
+
+def test_a_write_reaches_a_gather_of_the_same_slots() -> None:
+    table = SamplingTable(4, "cpu")
+    slots, host = torch.tensor([1, 2]), np.array([1, 2])
+    assert table.gather(slots, host) is table.gather(slots, host)
+    params = encode_params(SamplingParams(temperature=0.5, seed=1), prompt_len=3, default_seed=0, eos_token_ids=())
+    table.write(np.array([2]), params)
+    assert table.gather(slots, host).temperature.tolist() == [1.0, 0.5]
