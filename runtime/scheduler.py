@@ -94,8 +94,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a step in flight retires."""
         builder = PlanBuilder(self.limits.k)
-        rows, bounds = self._plan_verify_rows(builder)
-        self._plan_prefill_rows(builder)
+        rows, bounds, short = self._plan_verify_rows(builder)
+        self._plan_prefill_rows(builder, admit=not short)
         if builder.num_rows + len(rows) == 0:
             assert self._in_flight or not self.has_work, "requests wait but no step can run"
             return None
@@ -157,18 +157,21 @@ class Scheduler:
             assert state.slot == slot
             assert self.slots.committed[slot] == len(state.tokens)
 
-    def _plan_verify_rows(self, builder: PlanBuilder) -> tuple[SlotArray, NDArray[np.int64]]:
+    def _plan_verify_rows(self, builder: PlanBuilder) -> tuple[SlotArray, NDArray[np.int64], bool]:
+        """Slots and bounds of the verify rows, and whether pages were short: what was preempted must then not come
+        straight back for the pages that it gave up."""
         tables = self.slots
         rows = np.flatnonzero(tables.decoding & (tables.committed + tables.in_flight_min < tables.limit))
         bounds = self._bounds(rows)
         need = np.maximum(tables.pages_for(bounds) - tables.num_pages[rows], 0)
-        if need.sum() > tables.pool.num_available:
+        short = bool(need.sum() > tables.pool.num_available)
+        if short:
             rows = self._make_room(rows, need)
             bounds = self._bounds(rows)
             need = np.maximum(tables.pages_for(bounds) - tables.num_pages[rows], 0)
         if need.any():
             builder.add_pages(*tables.grow(rows, need))
-        return rows, bounds
+        return rows, bounds, short
 
     def _bounds(self, rows: SlotArray) -> NDArray[np.int64]:
         """Positions that a verify row of each slot can reach: one more than its last draft's, within its limit."""
@@ -206,13 +209,13 @@ class Scheduler:
         self.slots.let_go(state.slot, self._last_step, self._retired_step)
         state.slot = -1
 
-    def _plan_prefill_rows(self, builder: PlanBuilder) -> None:
+    def _plan_prefill_rows(self, builder: PlanBuilder, *, admit: bool) -> None:
         budget = self.limits.prefill_chunk_size
         for state in list(self._prefilling):
             if budget == 0:
                 return
             budget -= self._plan_chunk(builder, state, budget)
-        while budget > 0 and self.waiting and self.slots.num_free_slots:
+        while admit and budget > 0 and self.waiting and self.slots.num_free_slots:
             state = self.waiting[0]
             if not self._admit(builder, state):
                 return

@@ -1,4 +1,4 @@
-"""What goes wrong in one request stays in it: NaN, aborts, late results, faulty requests. A failing rank is no secret."""
+"""What goes wrong in one request stays in it: NaN, aborts, late results, bad requests. A failing rank is reported."""
 
 from __future__ import annotations
 
