@@ -84,7 +84,7 @@ class GroupedExperts:
 
 
 class DenseExperts:
-    """Every expert on every token as two products, with routing weights (mostly 0) in between.
+    """Every expert on at most DENSE_MAX_TOKENS tokens: two products, with routing weights (mostly 0) in between.
 
     Blocks of `width` are the routed experts in order and then the shared expert, cut into blocks, whose weight is 1.
     gate_up: hidden_size -> [gates of all blocks | ups of all blocks]; down: all blocks -> hidden_size.
@@ -95,14 +95,16 @@ class DenseExperts:
         self._num_blocks = down.in_features // width
         # Column num_experts also takes the routes to "no expert": with a shared expert it loses that token's weight 1,
         # which only happens to dummy rows.
-        self._base = torch.zeros(1, max(self._num_blocks, num_experts + 1), device=device)
+        self._base = torch.zeros(DENSE_MAX_TOKENS, max(self._num_blocks, num_experts + 1), device=device)
         self._base[:, num_experts : self._num_blocks] = 1.0
 
     def __call__(self, tokens: Dispatched) -> Tensor:
         routing, num_tokens = tokens.routing, tokens.hidden.shape[0]
-        weights = self._base.expand(num_tokens, -1).scatter(1, routing.expert_ids, routing.weights)
+        weights = self._base[:num_tokens].clone().scatter_(1, routing.expert_ids, routing.weights)
         inner = gated(self._gate_up(tokens.hidden), self._down.in_features)
-        inner.view(num_tokens, self._num_blocks, self._width).mul_(weights[:, : self._num_blocks, None])
+        if weights.shape[1] > self._num_blocks:  # without a shared expert the last column stands for none
+            weights = weights[:, : self._num_blocks]
+        inner.view(num_tokens, self._num_blocks, self._width).mul_(weights.unsqueeze(-1))
         return self._down(inner)
 
 

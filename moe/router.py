@@ -72,9 +72,9 @@ def route(logits: Tensor, bias: Tensor | None, config: RouterConfig, dummy: Tens
     expert_ids = torch.topk(choice, config.top_k, dim=-1, sorted=False)[1]  # [num_tokens, top_k]
     weights = scores.gather(1, expert_ids)
     if config.normalise:
-        weights = weights / weights.sum(-1, keepdim=True).add_(1e-20)
+        weights.div_(weights.sum(-1, keepdim=True).add_(1e-20))
     if config.scaling != 1.0:
-        weights = weights * config.scaling
+        weights.mul_(config.scaling)
     if dummy is not None:
         expert_ids = expert_ids.masked_fill(dummy[:, None], config.num_experts)
         weights = weights.masked_fill(dummy[:, None], 0.0)
