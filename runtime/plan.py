@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.sampling_params import PARAM_DTYPE
+
 Int32Array = NDArray[np.int32]
 
 MAGIC = b"LSPL"
 VERSION = 1
-_HEADER = struct.Struct("<4sHHqiiiiII")  # magic, version, flags, step, k, verify rows, logprobs, arrays, body, crc
+_SCALARS = struct.Struct("<4sHHqiiiiI")  # magic, version, flags, step, k, verify rows, logprobs, arrays, body bytes
+_CHECKSUM = struct.Struct("<I")  # of the scalars and the body
+_HEADER_SIZE = _SCALARS.size + _CHECKSUM.size
 _FLAG_SPLIT = 1
 _ALIGN = 8
 
@@ -84,37 +89,76 @@ def encode(plan: StepPlan) -> bytes:
             parts += (raw, b"\0" * (-len(raw) % _ALIGN))
     body = b"".join(parts)
     flags = _FLAG_SPLIT if plan.split else 0
-    header = _HEADER.pack(
-        MAGIC, VERSION, flags, plan.step_id, plan.k, plan.num_verify, plan.num_logprobs, len(arrays), len(body),
-        zlib.crc32(body),
+    scalars = _SCALARS.pack(
+        MAGIC, VERSION, flags, plan.step_id, plan.k, plan.num_verify, plan.num_logprobs, len(arrays), len(body)
     )
-    return header + body
+    return b"".join((scalars, _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(scalars))), body))
 
 
 def decode(data: bytes | memoryview) -> StepPlan:
     """The plan in `data`. Raises ValueError saying which field is wrong; nothing in it is ever executed."""
-    if len(data) < _HEADER.size:
-        raise ValueError(f"plan of {len(data)} bytes is shorter than its header of {_HEADER.size}")
-    magic, version, flags, step_id, k, num_verify, num_logprobs, count, size, crc = _HEADER.unpack_from(data)
+    if len(data) < _HEADER_SIZE:
+        raise ValueError(f"plan of {len(data)} bytes is shorter than its header of {_HEADER_SIZE}")
+    magic, version, flags, step_id, k, num_verify, num_logprobs, count, size = _SCALARS.unpack_from(data)
     if magic != MAGIC or version != VERSION or count != len(_DTYPES):
         raise ValueError(f"not a plan of version {VERSION}: magic {magic!r}, version {version}, {count} arrays")
-    body = memoryview(data)[_HEADER.size :]
-    if len(body) != size or zlib.crc32(body) != crc:
-        found = zlib.crc32(body)
-        raise ValueError(f"plan {step_id} is damaged: {len(body)} bytes of {size}, checksum {found} of {crc}")
-    lengths = np.frombuffer(body, np.int32, count)
-    offset = 4 * count
-    arrays: dict[str, NDArray[np.generic]] = {}
+    view = memoryview(data)
+    body = view[_HEADER_SIZE:]
+    (expected,) = _CHECKSUM.unpack_from(data, _SCALARS.size)
+    checksum = zlib.crc32(body, zlib.crc32(view[: _SCALARS.size]))
+    if len(body) != size or checksum != expected:
+        raise ValueError(f"plan {step_id} is damaged: {len(body)} bytes of {size}, checksum {checksum} of {expected}")
+    plan = StepPlan(
+        step_id=step_id, k=k, num_verify=num_verify, num_logprobs=num_logprobs, split=flags == _FLAG_SPLIT,
+        arrays=_read_arrays(step_id, body),
+    )
+    if flags & ~_FLAG_SPLIT or k < 0 or not 0 <= num_verify <= plan.num_rows:
+        raise ValueError(
+            f"plan {step_id}: flags = {flags:#x}, k = {k}, num_verify = {num_verify} of {plan.num_rows} rows"
+        )
+    return plan
+
+
+def _read_arrays(step_id: int, body: memoryview) -> PlanArrays:
+    """The arrays of a body: the lengths come first. Raises ValueError naming the array that does not fit."""
+    offset = 4 * len(_DTYPES)
+    if len(body) < offset:
+        raise ValueError(f"plan {step_id}: {len(body)} bytes do not hold the lengths of {len(_DTYPES)} arrays")
+    lengths = np.frombuffer(body, np.int32, len(_DTYPES))
+    found: dict[str, NDArray[np.generic]] = {}
     for (name, dtype), length in zip(_DTYPES.items(), lengths.tolist(), strict=True):
         num_bytes = length * dtype.itemsize
-        if length < 0 or offset + num_bytes > size:
-            raise ValueError(f"plan {step_id}: array {name} of {length} entries does not fit in {size} bytes")
-        arrays[name] = np.frombuffer(body, dtype, length, offset)
+        if length < 0 or offset + num_bytes > len(body):
+            raise ValueError(f"plan {step_id}: array {name} of {length} entries does not fit in {len(body)} bytes")
+        found[name] = np.frombuffer(body, dtype, length, offset)
         offset += num_bytes + -num_bytes % _ALIGN
-    return StepPlan(
-        step_id=step_id, k=k, num_verify=num_verify, num_logprobs=num_logprobs, split=bool(flags & _FLAG_SPLIT),
-        arrays=PlanArrays(**arrays),  # type: ignore[arg-type]
-    )
+    if offset != len(body):
+        raise ValueError(f"plan {step_id}: {len(body) - offset} bytes after the last array")
+    arrays = PlanArrays(**found)  # type: ignore[arg-type]
+    for name, length in _expected_lengths(arrays):
+        if len(found[name]) != length:
+            raise ValueError(f"plan {step_id}: array {name} of {len(found[name])} entries: expected {length}")
+    offsets = arrays.new_cu_tokens
+    if offsets[0] != 0 or (len(offsets) > 1 and bool((offsets[1:] < offsets[:-1]).any())):
+        raise ValueError(f"plan {step_id}: array new_cu_tokens does not run upwards from 0")
+    return arrays
+
+
+def _expected_lengths(arrays: PlanArrays) -> Iterator[tuple[str, int]]:
+    """What the lengths of some arrays say about others."""
+    for name in ("num_tokens", "starts", "kv_bounds", "samples", "carries"):
+        yield name, len(arrays.slots)
+    for name in ("page_index", "pages"):
+        yield name, len(arrays.page_slots)
+    num_new = len(arrays.new_slots)
+    yield "new_limits", num_new
+    yield "new_cu_tokens", num_new + 1
+    yield "new_tokens", int(arrays.new_cu_tokens[-1])
+    yield "new_params", num_new * PARAM_DTYPE.itemsize
+    rows = np.frombuffer(arrays.new_params, PARAM_DTYPE)
+    yield "new_bias_ids", int(rows["num_bias"].sum()) if num_new else 0
+    yield "new_bias_values", len(arrays.new_bias_ids)
+    yield "new_masked_ids", int(rows["num_masked"].sum()) if num_new else 0
 
 
 @dataclass(frozen=True, kw_only=True)
