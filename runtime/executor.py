@@ -168,8 +168,9 @@ class PendingResult:
         if spoilt_chunks is not None:
             parts.append((np.arange(plan.num_verify, plan.num_rows), {"bad": spoilt_chunks}))
         self._parts = [(rows, _to_host(tensors)) for rows, tensors in parts]
-        self._event = torch.cuda.Event() if any(t.is_cuda for _, ts in parts for t in ts.values()) else None
-        if self._event is not None:
+        self._event = None
+        if any(t.is_cuda for _, ts in parts for t in ts.values()):
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> StepResult:
