@@ -95,7 +95,9 @@ def stack_params(parts: Sequence[EncodedParams]) -> EncodedParams:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ValueError when a token id of `params` is not one of the model's."""
+    """Raises ValueError when a token id of `params` is not one of the model's, or more are asked for than it has."""
+    if params.logprobs is not None and params.logprobs > vocab_size:
+        raise ValueError(f"logprobs = {params.logprobs}: the vocabulary has {vocab_size} tokens")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         for token_id in ids:
             if not 0 <= token_id < vocab_size:
