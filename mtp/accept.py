@@ -114,16 +114,21 @@ def _target_tokens(logits: Tensor, keys: DrawKeys, first_position: Tensor) -> Te
         return logits.argmax(-1)
     num_rows, q_len, vocab_size = logits.shape
     positions = first_position.unsqueeze(1) + torch.arange(q_len, device=logits.device)  # [R, 1 + k]
-    seeds, choices = (key.repeat_interleave(q_len) for key in (keys.seeds, keys.choices))
+    seeds, choices = (_for_each_position(key, q_len) for key in (keys.seeds, keys.choices))
     noise = gumbel(seeds, choices, positions.flatten(), Purpose.TARGET, vocab_size).view(num_rows, q_len, vocab_size)
     return noise.mul_((keys.method == Method.COUPLED).view(-1, 1, 1)).add_(logits).argmax(-1)
+
+
+def _for_each_position(key: Tensor, count: int) -> Tensor:
+    """[R] -> [R * count], each entry `count` times (repeat_interleave takes 0.3 ms on the CPU)."""
+    return key.unsqueeze(1).expand(-1, count).reshape(-1)
 
 
 def _ratio_test(logits: Tensor, drafts: Tensor, draft_logits: Tensor, keys: DrawKeys, first_position: Tensor) -> Tensor:
     """Whether u < p/q at each draft, [R, k] bool. `logits` and `draft_logits` are [R, k, V]."""
     num_rows, num_drafts = drafts.shape
     positions = first_position.unsqueeze(1) + torch.arange(num_drafts, device=drafts.device)
-    seeds, choices = (key.repeat_interleave(num_drafts) for key in (keys.seeds, keys.choices))
+    seeds, choices = (_for_each_position(key, num_drafts) for key in (keys.seeds, keys.choices))
     u = uniform(seeds, choices, positions.flatten(), Purpose.ACCEPT, 1).view(num_rows, num_drafts)
     p, q = (_probability(scores, drafts).double() for scores in (logits, draft_logits))
     return u * q < p
