@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
@@ -56,6 +57,12 @@ class SamplingParams:
         def finite(name: str) -> bool:
             return math.isfinite(getattr(self, name))
 
+        for name in ("top_k", "min_tokens", "choice"):
+            check(_is_integer(getattr(self, name)), name, "an integer")
+        for name in ("max_tokens", "seed", "logprobs", "draft_tokens"):
+            check(getattr(self, name) is None or _is_integer(getattr(self, name)), name, "an integer or None")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            check(_is_number(getattr(self, name)), name, "a number")
         check(finite("temperature") and self.temperature >= 0, "temperature", "a finite number >= 0")
         check(self.top_k >= 0, "top_k", "an integer >= 0 (0 turns it off)")
         check(0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
@@ -64,8 +71,10 @@ class SamplingParams:
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", "a number in [-2, 2]")
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "a number in [-2, 2]")
         check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+        check(all(_is_integer(token) for token in self.logit_bias), "logit_bias", "token ids as keys")
         check(
-            all(-100 <= b <= 100 for b in self.logit_bias.values()), "logit_bias", "values in [-100, 100]"
+            all(_is_number(b) and -100 <= b <= 100 for b in self.logit_bias.values()),
+            "logit_bias", "values in [-100, 100]",
         )
         check(self.min_tokens >= 0, "min_tokens", "an integer >= 0")
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "an integer >= 1")
@@ -73,7 +82,9 @@ class SamplingParams:
         check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
         check(0 <= self.choice < 2**16, "choice", "an integer in [0, 65536)")
         check(self.acceptance in (None, "coupled", "ratio"), "acceptance", '"coupled" or "ratio"')
-        check(all(self.stop), "stop", "non-empty strings")
+        check(not isinstance(self.stop, str), "stop", "a tuple of strings")
+        check(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        check(all(_is_integer(token) for token in self.stop_token_ids), "stop_token_ids", "integers")
         check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"0..{MAX_LOGPROBS}")
         check(self.draft_tokens is None or self.draft_tokens >= 0, "draft_tokens", "an integer >= 0")
 
@@ -85,6 +96,14 @@ class SamplingParams:
     def coupled(self) -> bool:
         """Whether tokens are drawn with noise keyed by (seed, choice, position, token)."""
         return self.acceptance == "coupled" or (self.acceptance is None and self.seed is not None)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -257,7 +257,7 @@ class Scheduler:
         self.num_prefix_hits += state.prefill_position
         self.slots.num_published[slot] = len(shared)
         sampling = state.request.sampling
-        self.slots.draft_cap[slot] = limits.k if sampling.draft_tokens is None else sampling.draft_tokens
+        self.slots.draft_cap[slot] = limits.k if sampling.draft_tokens is None else min(limits.k, sampling.draft_tokens)
         self.slots.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         self._state_of_slot[slot] = state
         index = np.arange(len(shared))

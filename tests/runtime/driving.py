@@ -15,6 +15,7 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.loading import LoadedModel
 from runtime.request import FinishReason, GenerateRequest, RequestStats, SamplingParams, TokenChunk, TokenLogprobs
+from runtime.sampling_params import GREEDY_BELOW
 from tests.fakes import ToyModel
 from tests.oracles.pipeline import processed_row
 
@@ -102,7 +103,7 @@ def next_token(
     """The arg-max of processed logits, with the noise of the request's seed when it samples."""
     raw = model.plain_logits([*prompt, *output])[-1]
     scores = processed_row(raw.double().numpy(), sampling, prompt, output, eos)
-    if sampling.temperature > 0:
+    if sampling.temperature >= GREEDY_BELOW:
         assert sampling.seed is not None
         scores = scores + noise(sampling.seed, sampling.choice, len(prompt) + len(output), len(scores))
     return int(np.argmax(scores))
