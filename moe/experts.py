@@ -109,13 +109,14 @@ class DenseExperts:
 
 
 class SmallExperts:
-    """Experts small enough to be held twice: all at once for few tokens, grouped for many."""
+    """Experts small enough to be held twice: all at once for a few tokens, grouped for many and for a single one."""
 
     def __init__(self, few: DenseExperts, many: GroupedExperts, shared: GatedMlp | None) -> None:
         self._few, self._many, self._shared = few, many, shared
 
     def __call__(self, tokens: Dispatched) -> Tensor:
-        if tokens.hidden.shape[0] <= DENSE_MAX_TOKENS:
+        # A single token reads a fraction of the weights when it visits its own experts only.
+        if 1 < tokens.hidden.shape[0] <= DENSE_MAX_TOKENS:
             return self._few(tokens)
         output = self._many(tokens)
         return output if self._shared is None else output.add_(self._shared(tokens.hidden))

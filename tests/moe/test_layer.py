@@ -76,8 +76,8 @@ def test_dense_experts_contain_the_shared_one(num_tokens: int) -> None:
     assert torch.allclose(weights.dense()(given), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_tokens", [DENSE_MAX_TOKENS, DENSE_MAX_TOKENS + 1])
-def test_small_experts_agree_on_both_sides_of_the_switch(num_tokens: int) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 2, DENSE_MAX_TOKENS, DENSE_MAX_TOKENS + 1])
+def test_small_experts_agree_on_all_sides_of_the_switches(num_tokens: int) -> None:
     weights, given = Weights(), tokens(num_tokens)
     small = SmallExperts(weights.dense(), weights.grouped(), weights.shared())
     expected = weights.expected(given.hidden, given.routing, with_shared=True)
