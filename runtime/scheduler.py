@@ -251,7 +251,7 @@ class Scheduler:
         )
         state.slot, state.prefill_end = slot, end
         state.prefill_position = len(shared) * limits.page_size
-        if not state.resumes:
+        if state.num_preemptions == 0:
             state.num_cached_tokens = state.prefill_position
         self.num_prefix_queries += end
         self.num_prefix_hits += state.prefill_position

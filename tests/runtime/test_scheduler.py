@@ -148,6 +148,7 @@ def test_a_prompt_is_preempted_before_its_first_token(chunk: int) -> None:
                 between_chunks += not prefilled
         run(rank, live)
         assert late.num_output_tokens == 2
+        assert late.num_cached_tokens == 0, "what it had computed itself was not there before it"
     assert before_result if chunk == 8 else between_chunks
 
 
