@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,12 @@ def next_token(
     scores = processed_row(raw.double().numpy(), sampling, prompt, output, eos)
     if sampling.temperature >= GREEDY_BELOW:
         assert sampling.seed is not None
-        scores = scores + noise(sampling.seed, sampling.choice, len(prompt) + len(output), len(scores))
+        scores = scores + noise(sampling.seed, sampling.choice, len(scores))[len(prompt) + len(output)]
     return int(np.argmax(scores))
 
 
-def noise(seed: int, choice: int, position: int, vocab_size: int) -> np.ndarray:
-    keys = (torch.tensor([value]) for value in (seed, choice, position))
-    return gumbel(*keys, Purpose.TARGET, vocab_size)[0].double().numpy()
+@lru_cache(maxsize=64)
+def noise(seed: int, choice: int, vocab_size: int) -> np.ndarray:
+    """[256, vocab_size] the target's Gumbel noise at each absolute position."""
+    keys = (torch.full((256,), value) for value in (seed, choice))
+    return gumbel(*keys, torch.arange(256), Purpose.TARGET, vocab_size).double().numpy()
