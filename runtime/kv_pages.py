@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,10 +50,8 @@ class PagePool:
     def take(self, count: int) -> PageArray:
         """`count` pages with one reference each. The caller has checked `num_available`."""
         assert count <= self.num_available, (count, self.num_available)
-        while self._num_free < count:
-            page, _ = self._cached_free.popitem(last=False)
-            self._forget(page)
-            self._push_free(np.array([page], np.int32))
+        if count > self._num_free:
+            self._evict(count - self._num_free)
         self._num_free -= count
         pages = self._free[self._num_free : self._num_free + count].copy()
         self._ref_count[pages] = 1
@@ -121,8 +120,13 @@ class PagePool:
         in_use = int((self._ref_count > 0).sum())
         assert in_use == self.num_in_use, (in_use, self.num_in_use)
 
-    def _forget(self, page: int) -> None:
-        del self._page_of_hash[self._hash_of_page.pop(page)]
+    def _evict(self, count: int) -> None:
+        """Forget the `count` published pages that have been out of use for longest."""
+        pages = list(islice(self._cached_free, count))
+        for page in pages:
+            del self._cached_free[page]
+            del self._page_of_hash[self._hash_of_page.pop(page)]
+        self._push_free(np.array(pages, np.int32))
 
     def _push_free(self, pages: PageArray) -> None:
         self._free[self._num_free : self._num_free + len(pages)] = pages
