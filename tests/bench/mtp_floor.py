@@ -36,11 +36,11 @@ def layer_products(config: ModelConfig, layer: int, tokens: int) -> list[Product
     else:
         products.append((query, hidden, 1))
     products.append((heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank, 1))
-    if layer < config.first_k_dense_replace:
+    if layer < config.num_dense_layers or config.router is None:
         return [*products, (3 * config.intermediate_size, hidden, 1)]
     shared, experts = config.num_shared_experts, config.num_experts
     width = 3 * config.moe_intermediate_size
-    hit = experts * (1 - (1 - config.num_experts_per_tok / experts) ** tokens)
+    hit = experts * (1 - (1 - config.router.top_k / experts) ** tokens)
     return [*products, (experts, hidden, 1), (width * shared, hidden, 1), (width, hidden, hit)]
 
 
@@ -54,8 +54,7 @@ def step_floor(
         total += seconds(config.hidden_size, 2 * config.hidden_size, tokens)
     for layer in layers:
         for out, width, count in layer_products(config, layer, tokens):
-            routed = count != 1
-            rows = tokens * config.num_experts_per_tok / count if routed else tokens
+            rows = tokens if count == 1 or config.router is None else tokens * config.router.top_k / count
             total += count * seconds(out, width, rows)
     return total
 
