@@ -190,8 +190,8 @@ class Scheduler:
             self._preempt(victim)
             kept = rows != victim
             rows, need = rows[kept], need[kept]
-        fits = np.cumsum(need) <= tables.pool.num_available
-        return rows[fits]
+        fitting: SlotArray = rows[(np.cumsum(need) <= tables.pool.num_available) | (need == 0)]
+        return fitting
 
     def _preempt(self, slot: int) -> None:
         state = self._state_of_slot[slot]

@@ -83,6 +83,23 @@ def test_the_latest_arrival_yields_and_is_not_let_in_again_before_the_others_fit
     assert late.num_preemptions > 0
 
 
+def test_a_row_that_needs_no_page_runs_while_an_older_one_waits_for_the_pages_of_a_preempted_one() -> None:
+    for lag in range(16):
+        scheduler = new_scheduler(max_num_seqs=4, num_pages=25, page_size=8, max_model_len=96, k=0, prefix_cache=False)
+        rank = SimulatedRank(scheduler, AcceptAll())
+        live = [enqueue(scheduler, range(n), 90 - n) for n in (9 + lag, 14, 11, 12)]
+        while not scheduler.num_preemptions:
+            num_plans = len(rank.plans)
+            rank.step()
+        planned = {slot for plan in rank.plans[num_plans:] for slot in plan.arrays.slots.tolist()}
+        if live[0].slot not in planned:
+            break
+    assert live[0].slot >= 0
+    assert planned
+    assert planned < {state.slot for state in live}
+    run(rank, live)
+
+
 def test_a_freed_page_waits_for_the_last_step_that_refers_to_it() -> None:
     scheduler = new_scheduler(num_pages=9, k=0, prefix_cache=False)
     rank = SimulatedRank(scheduler, random.Random(0))
