@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class ModelConfig:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    num_dense_layers: int
+    num_dense_layers: int  # leading ones, the MTP layer counted as the last; may exceed their number
     num_shared_experts: int
     router: RouterConfig | None  # None: every layer is dense
     rope: RopeConfig
@@ -69,8 +70,8 @@ class _Reader:
     def number(self, key: str, default: float) -> float:
         value = self.values.get(key)
         value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise self.error(key, "a number > 0")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(key, "a finite number > 0")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -95,10 +96,11 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise read.error("model_type", " or ".join(MODEL_TYPES))
     _refuse_unsupported(read)
     num_layers = read.integer("num_hidden_layers")
-    num_dense = min(read.integer("first_k_dense_replace", 0, minimum=0), num_layers)
-    has_experts = num_dense < num_layers or read.integer("num_nextn_predict_layers", 0, minimum=0) > 0
+    num_mtp_layers = _num_mtp_layers(read)
+    num_dense = read.integer("first_k_dense_replace", 0, minimum=0)
+    has_experts = num_dense < num_layers + num_mtp_layers
     if read.values.get("n_routed_experts") is None and "num_experts" not in read.values:
-        has_experts, num_dense = False, num_layers
+        has_experts = False
     q_rank = read.values.get("q_lora_rank")
     max_positions = read.integer("max_position_embeddings")
     return ModelConfig(
@@ -108,14 +110,14 @@ def load_model_config(folder: Path) -> ModelConfig:
         intermediate_size=read.integer("intermediate_size"),
         moe_intermediate_size=read.integer("moe_intermediate_size") if has_experts else 0,
         num_hidden_layers=num_layers,
-        num_mtp_layers=_num_mtp_layers(read),
+        num_mtp_layers=num_mtp_layers,
         num_attention_heads=read.integer("num_attention_heads"),
         q_lora_rank=None if q_rank is None else read.integer("q_lora_rank"),
-        kv_lora_rank=read.integer("kv_lora_rank"),
-        qk_nope_head_dim=read.integer("qk_nope_head_dim"),
+        kv_lora_rank=_even(read, "kv_lora_rank"),
+        qk_nope_head_dim=_even(read, "qk_nope_head_dim"),
         qk_rope_head_dim=_even(read, "qk_rope_head_dim"),
         v_head_dim=read.integer("v_head_dim"),
-        num_dense_layers=num_dense,
+        num_dense_layers=num_dense if has_experts else num_layers + num_mtp_layers,
         num_shared_experts=read.integer("n_shared_experts", 0, minimum=0),
         router=_router_config(read) if has_experts else None,
         rope=_rope_config(read, max_positions),
@@ -165,6 +167,7 @@ def _num_mtp_layers(read: _Reader) -> int:
 
 
 def _even(read: _Reader, key: str) -> int:
+    """Rotary pairs are read as complex numbers, which must begin at even places of their rows."""
     value = read.integer(key)
     if value % 2:
         raise read.error(key, "an even number")
@@ -213,8 +216,8 @@ def _rope_config(read: _Reader, max_positions: int) -> RopeConfig:
         original_max_positions=original,
         beta_fast=inner.number("beta_fast", 32.0),
         beta_slow=inner.number("beta_slow", 1.0),
-        mscale=float(given.get("mscale") or 0.0),
-        mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
+        mscale=inner.number("mscale", 1.0) if given.get("mscale") else 0.0,
+        mscale_all_dim=inner.number("mscale_all_dim", 1.0) if given.get("mscale_all_dim") else 0.0,
         attention_factor=None if attention_factor is None else inner.number("attention_factor", 1.0),
         truncate=inner.boolean("truncate", True),
     )
@@ -225,6 +228,7 @@ def _eos_token_ids(folder: Path, read: _Reader) -> tuple[int, ...]:
     value = _read_object(generation).get("eos_token_id") if generation.is_file() else None
     value = read.values.get("eos_token_id") if value is None else value
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise ValueError(f"{folder}: eos_token_id = {value!r}: expected an id or a list of ids")
+    vocab_size = read.integer("vocab_size")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+        raise ValueError(f"{folder}: eos_token_id = {value!r}: expected an id or a list of ids in 0..{vocab_size - 1}")
     return tuple(ids)

@@ -85,8 +85,15 @@ def test_stop_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
         ({"vocab_size": "many"}, "vocab_size = 'many'"),
         ({"hidden_size": "absent"}, "hidden_size = None"),
         ({"qk_rope_head_dim": 15}, "qk_rope_head_dim = 15: expected an even number"),
+        ({"kv_lora_rank": 63}, "kv_lora_rank = 63: expected an even number"),
+        ({"qk_nope_head_dim": 31}, "qk_nope_head_dim = 31: expected an even number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
+        ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor = inf: expected a finite number > 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale": [1]}}, r"mscale = \[1\]"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale_all_dim": "x"}}, "mscale_all_dim = 'x'"),
         ({"eos_token_id": "end"}, "eos_token_id = 'end'"),
+        ({"eos_token_id": [1, 4096]}, r"eos_token_id = \[1, 4096\]: expected an id or a list of ids in 0..4095"),
+        ({"eos_token_id": True}, "eos_token_id = True"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
     ],
 )
@@ -96,6 +103,84 @@ def test_refusals_name_key_and_value(tmp_path: Path, changes: dict[str, Any], me
         load_model_config(tmp_path)
     assert "\n" not in str(error.value)
     assert str(tmp_path) in str(error.value)
+
+
+# What the published config.json files say, training-time and remote-code keys included (sizes as published).
+_PUBLISHED: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_deepseek.Config"},
+    "aux_loss_alpha": 0.001, "ep_size": 1, "hidden_act": "silu", "initializer_range": 0.02, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000, "seq_aux": True, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128,
+}
+_R1: dict[str, Any] = {
+    **_PUBLISHED, "model_type": "deepseek_v3", "bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 3,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "rope_scaling": {"type": "yarn", **YARN}, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "vocab_size": 129280,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]
+    },
+}
+_V2: dict[str, Any] = {
+    **_PUBLISHED, "model_type": "deepseek_v2", "bos_token_id": 100000, "eos_token_id": 100001,
+    "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "n_group": 8, "n_routed_experts": 160, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 128,
+    "num_experts_per_tok": 6, "num_hidden_layers": 60, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "rope_scaling": {"type": "yarn", **YARN}, "routed_scaling_factor": 16.0, "scoring_func": "softmax",
+    "topk_group": 3, "topk_method": "group_limited_greedy", "vocab_size": 102400,
+}
+_V2_LITE: dict[str, Any] = {
+    **_V2, "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1,
+    "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "q_lora_rank": None, "rope_scaling": {"type": "yarn", **YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "greedy",
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "router", "q_lora_rank", "num_mtp_layers"),
+    [
+        (_R1, ("sigmoid", "noaux_tc", 8, 4, True, 2.5), 1536, 1),
+        (_V2, ("softmax", "group_limited_greedy", 8, 3, False, 16.0), 1536, 0),
+        (_V2_LITE, ("softmax", "greedy", 1, 1, False, 1.0), None, 0),
+    ],
+    ids=["r1", "v2", "v2_lite"],
+)
+def test_published_configurations(
+    tmp_path: Path, published: dict[str, Any], router: tuple[Any, ...], q_lora_rank: int | None, num_mtp_layers: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = load_model_config(tmp_path)
+    read = config.router
+    assert read is not None
+    assert router == (
+        read.scoring, read.method, read.num_groups, read.num_chosen_groups, read.normalise, read.scaling
+    )
+    assert (config.q_lora_rank, config.num_mtp_layers) == (q_lora_rank, num_mtp_layers)
+    assert (config.rope.factor, config.rope.mscale) == (40.0, published["rope_scaling"]["mscale"])
+    assert config.num_dense_layers == published["first_k_dense_replace"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_dense"),
+    [
+        ({"first_k_dense_replace": 5}, 5),  # all of the target's layers; the MTP layer comes after them
+        ({"first_k_dense_replace": 9}, None),
+        ({"n_routed_experts": "absent"}, None),
+    ],
+)
+def test_dense_targets_with_an_mtp_layer(tmp_path: Path, changes: dict[str, Any], num_dense: int | None) -> None:
+    """The MTP layer follows the rule of the layers before it: experts from `first_k_dense_replace` on, if any."""
+    config = load_model_config(write(tmp_path, **changes))
+    if num_dense is None:
+        assert config.router is None
+        assert config.num_dense_layers >= 6
+    else:
+        assert config.router is not None
+        assert config.num_dense_layers == num_dense
 
 
 def test_the_published_quantisation_is_accepted(tmp_path: Path) -> None:
