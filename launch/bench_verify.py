@@ -19,6 +19,7 @@ from launch.config import DraftSection, LaunchConfig
 from launch.generate import GenerateOptions, prepare
 from launch.outcome import Outcome, acceptance_per_position
 from launch.printers import complain
+from launch.prompts import merge_sampling
 from runtime.attention.meta import AttentionMeta, DecodeGroup
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def measure(config: LaunchConfig, options: VerifyOptions) -> dict[str, Any]:
     from runtime.engine import Engine
     from runtime.models.config import load_model_config
 
+    flags = {"max_tokens": options.max_tokens, "ignore_eos": True}
+    merge_sampling([flags])  # a wrong flag is refused before anything is loaded
     model = load_model_config(Path(config.model.path))
     most = model.max_position_embeddings - MAX_TOKENS_PER_ROW
     if not 1 <= options.context <= most:
@@ -54,7 +57,6 @@ def measure(config: LaunchConfig, options: VerifyOptions) -> dict[str, Any]:
     tokens = options.draft_tokens if options.draft_tokens is not None else 3 * bool(model.num_mtp_layers)
     draft = DraftSection(method="mtp" if tokens else "off", tokens=tokens)
     config = config.model_copy(update={"draft": draft})
-    flags = {"max_tokens": options.max_tokens, "ignore_eos": True}
     outcomes, requests = prepare(GenerateOptions(prompts_file=options.prompts_file, flags=flags), config)
     engine_config = config.engine_config()
     engine = Engine(engine_config)

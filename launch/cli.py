@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -89,7 +90,7 @@ def generate(
 
     flags = {
         "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-        "ignore_eos": ignore_eos,
+        "ignore_eos": ignore_eos, "draft_tokens": draft_tokens,
     }
     return run(
         GenerateOptions(
@@ -177,6 +178,8 @@ def _overrides(given: Sequence[str] | None, draft_tokens: int | None, threads: i
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0, 2 for the user's mistakes, 1 for failures, one line on stderr for either."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks must not end everybody's run
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run_command(sys.argv[1:] if args is None else args))
 
 

@@ -125,13 +125,20 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LaunchConfi
         table = values.setdefault(section, {})
         if not isinstance(table, dict):
             raise ValueError(f"{file}: {section} is not a section")
-        table[key] = str(Path(value).resolve()) if (section, key) == ("model", "path") else value
+        table[key] = _absolute(value) if (section, key) == ("model", "path") else value
     try:
         return LaunchConfig.model_validate(values)
     except ValidationError as error:
         where = error.errors()[0]["loc"][:2]
         source = "--set" if where in given or where[:1] in given else str(file)
         raise ValueError(f"{source}: {_explain(error)}") from None
+
+
+def _absolute(value: Any) -> Any:
+    """The path that was typed; one spelled like a number (`--set model.path=2024`) is a path, too."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    return str(Path(value).resolve()) if isinstance(value, str) else value
 
 
 def parse_override(text: str) -> tuple[str, str, Any]:

@@ -79,7 +79,7 @@ def _make_engine(config: EngineConfig) -> EngineLike:
 def _rows(options: GenerateOptions, config: LaunchConfig) -> list[PromptRow]:
     given = [PromptRow(id=str(i), prompt=prompt) for i, prompt in enumerate(options.prompts)]
     if options.prompts_file is not None:
-        given += read_prompts(options.prompts_file)
+        given += read_prompts(options.prompts_file, len(given))
     if not given and options.prompts_file is None:
         given = [PromptRow(id=str(i), prompt=prompt) for i, prompt in enumerate(config.generate.prompts)]
     if not given:

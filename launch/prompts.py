@@ -27,17 +27,20 @@ class PromptRow:
     error: str | None = None
 
 
-def read_prompts(file: str) -> list[PromptRow]:
+def read_prompts(file: str, first_id: int = 0) -> list[PromptRow]:
     """Rows of a JSON-lines file (`-`: standard input); blank lines are skipped, a faulty row carries its error.
+
+    A row without an id gets `first_id` plus its index.
 
     Raises FileNotFoundError or ValueError when the file itself cannot be read.
     """
     lines = _read_lines(file)
-    return [_row(str(i), n, line) for i, (n, line) in enumerate((n, s) for n, s in enumerate(lines, 1) if s.strip())]
+    filled = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    return [_row(str(i), n, line) for i, (n, line) in enumerate(filled, first_id)]
 
 
 def _read_lines(file: str) -> list[str]:
-    if file != "-" and not Path(file).is_file():
+    if file != "-" and not Path(file).exists():
         raise FileNotFoundError(f"{file}: no such prompts file")
     raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     try:
@@ -54,7 +57,8 @@ def _row(default_id: str, line_number: int, line: str) -> PromptRow:
         return PromptRow(id=default_id, prompt=None, error=f"{where}: not valid JSON: {error}")
     if not isinstance(values, dict):
         return PromptRow(id=default_id, prompt=None, error=f"{where}: expected an object, found {_kind(values)}")
-    row_id = values.get("id", default_id)
+    row_id = values.get("id")
+    row_id = default_id if row_id is None else row_id
     if isinstance(row_id, bool) or not isinstance(row_id, str | int):
         return PromptRow(id=default_id, prompt=None, error=f"{where}: id = {row_id!r}: expected a string or an integer")
     prompt = values.get("prompt")
@@ -131,6 +135,12 @@ def _boolean(value: Any) -> bool:
     return value
 
 
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
 def _strings(value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
@@ -168,6 +178,8 @@ SAMPLING_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "stop_token_ids": ("a list of integers", _integers),
     "ignore_eos": ("true or false", _boolean),
     "logprobs": _INTEGER,
+    "draft_tokens": _INTEGER,
+    "acceptance": ('"coupled" or "ratio"', _string),
 }
 _FOREIGN = {  # names other programs use; ignoring them would silently generate something else
     "max_new_tokens": "max_tokens",

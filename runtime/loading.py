@@ -40,7 +40,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             f"draft_tokens = {config.draft_tokens}: {config.model} has no MTP layer (num_nextn_predict_layers = 0); "
             "set draft_tokens to 0"
         )
-    device = torch.device(config.device)
+    device = _device(config.device)
     torch.set_num_threads(config.threads)
     with torch.inference_mode():
         model = DeepseekModel.load(
@@ -56,3 +56,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
         max_position_embeddings=model_config.max_position_embeddings, eos_token_ids=model_config.eos_token_ids,
         detokenizers=DetokenizerFactory(load_tokenizer(config.model)) if has_tokenizer else None,
     )
+
+
+def _device(name: str) -> torch.device:
+    """Raises ValueError for a device that is no device, or not here."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # torch raises each of them
+        reason = " ".join(str(error).split())[:100]
+        raise ValueError(f"device = {name!r}: expected cpu, or an accelerator of this machine ({reason})") from None
+    return device

@@ -26,7 +26,11 @@ from launch.cli import app, run_command
         (["generate", "x", "--config", "nope.toml"], "nope.toml: no such configuration file"),
         (["generate", "--prompts", "nope.jsonl"], "nope.jsonl: no such prompts file"),
         (["generate", "x", "--set", "engine.thread=1"], "--set: unknown key 'engine.thread': did you mean 'threads'?"),
-        (["generate", "x", "--draft-tokens", "-1"], "--set: draft.tokens = -1: input should be greater than"),
+        (["generate", "x", "--draft-tokens", "-1"], "draft_tokens = -1: expected an integer >= 0"),
+        (["generate", "x", "--draft-tokens", "99"], "draft_tokens = 99: expected an integer in [0, 16]"),
+        (["generate", "x", "--set", "engine.device=gpu"], "device = 'gpu': expected cpu, or an accelerator"),
+        (["generate", "x", "--set", "engine.device=cuda:99"], "device = 'cuda:99': expected cpu, or an accelerator"),
+        (["bench", "verify", "--max-tokens", "0"], "max_tokens = 0: expected an integer >= 1"),
         (["generate", "x", "--set", "model.path=nowhere"], "nowhere"),
         (["bench", "schedule", "--requests", "0"], "requests = 0: expected an integer >= 1"),
         (["bench", "decode", "--batch", "0"], "batch = 0: expected an integer >= 1"),
@@ -101,3 +105,30 @@ def test_as_a_process_it_is_quiet_about_mistakes(root: Path) -> None:
     done = lockstep(root, "generate", "--prompts", "-", "--json", stdin="\n")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "lockstep: error: no prompt: none on the command line and none in -\n"
+
+
+def test_text_that_the_terminal_cannot_show_does_not_end_the_run(root: Path) -> None:
+    rows = '{"id": "\\ud800", "prompt": "x"}\n{"id": "\u4f60", "prompt": "y"}\n'
+    for encoding in ("ascii", "utf-8"):
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.cli", "generate", "--prompts", "-", "--max-tokens", "1"], cwd=root,
+            input=rows.encode(), capture_output=True, check=False, timeout=120,
+            env=os.environ | {"PYTHONPATH": str(root), "PYTHONIOENCODING": encoding},
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert done.stdout.startswith(b"--- \\ud800 --- x\n")
+        assert b"--- \\u4f60 --- y" in done.stdout or "--- \u4f60 --- y".encode() in done.stdout
+
+
+def test_prompts_come_from_a_pipe(root: Path) -> None:
+    reader, writer = os.pipe()  # what a shell makes of `--prompts <(...)`
+    with open(writer, "w") as pipe:
+        pipe.write('{"prompt": "hello"}\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli", "generate", "first", "--prompts", f"/dev/fd/{reader}", "--max-tokens", "1",
+         "--json"], cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=120,
+        pass_fds=(reader,), env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    os.close(reader)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [json.loads(line).get("id") for line in done.stdout.splitlines()] == ["0", "1", None]

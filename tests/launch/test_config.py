@@ -45,6 +45,9 @@ def test_a_model_path_is_relative_to_its_file_and_in_an_override_to_the_working_
     monkeypatch.chdir(tmp_path)
     assert Path(load_config(file).model.path).resolve() == tmp_path / "there"
     assert load_config(file, ["model.path=here"]).model.path == str(tmp_path / "here")
+    assert load_config(file, ["model.path=2024"]).model.path == str(tmp_path / "2024")
+    with pytest.raises(ValueError, match="--set: model.path = True: input should be a valid string"):
+        load_config(file, ["model.path=true"])
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,26 @@ def test_fields_of_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert len(err.splitlines()) == 2
 
 
+def test_drafts_and_acceptance_of_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [
+        {"id": None, "prompt": "def main():", "draft_tokens": 0},
+        {"prompt": "def main():"},
+        {"prompt": "x", "acceptance": "maybe"},
+        {"prompt": "x", "draft_tokens": -1},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    args = ["--prompts", str(file), "--max-tokens", "8", "--ignore-eos"]
+    code, lines, _ = run_json(capsys, *args)
+    assert code == 2
+    assert [line["id"] for line in lines[:-1]] == ["0", "1", "2", "3"]
+    assert lines[0]["stats"]["drafted"] == 0 < lines[1]["stats"]["drafted"]
+    assert lines[2]["error"] == "acceptance = 'maybe': expected \"coupled\" or \"ratio\""
+    assert lines[3]["error"] == "draft_tokens = -1: expected an integer >= 0"
+    lines = run_json(capsys, *args, "--draft-tokens", "1")[1]
+    assert lines[0]["stats"]["drafted"] == lines[1]["stats"]["drafted"] > 0, "a flag overrides the row"
+
+
 def test_more_prompts_than_running_requests_queue(capsys: pytest.CaptureFixture[str]) -> None:
     args = [*PROMPTS, *PROMPTS, "--max-tokens", "6", "--ignore-eos"]
     alone = run_json(capsys, *args, "--set", "engine.max_num_seqs=1")[1]
