@@ -127,12 +127,12 @@ def test_a_step_reads_nothing_back_from_the_device(k: int, monkeypatch: pytest.M
     monkeypatch.setattr(torch.Tensor, "tolist", refuse)
     monkeypatch.setattr(executor, "run", guarded)
     rng = random.Random(0)
-    for i in range(12):
+    for i in range(8):
         prompt = [rng.randrange(50) for _ in range(rng.randrange(1, 30))]
-        engine.submit(ask(i, prompt, max_tokens=30 + i % 3, **SAMPLINGS[i % 4]))
+        engine.submit(ask(i, prompt, max_tokens=25 + i % 3, **SAMPLINGS[i % 4]))
     while engine.has_work():
         engine.step()
-    assert steps > 30
+    assert steps > 15
     engine.close()
 
 

@@ -52,7 +52,7 @@ def storm(engine: Engine, requests: list[GenerateRequest], rng: random.Random) -
 
 
 @pytest.mark.parametrize(
-    ("schedule", "k", "num_requests"), [("ahead", 3, 1000), ("settled", 2, 600), ("ahead", 0, 400)]
+    ("schedule", "k", "num_requests"), [("ahead", 3, 700), ("settled", 2, 900), ("ahead", 0, 400)]
 )
 def test_random_traffic_leaves_nothing_behind(schedule: str, k: int, num_requests: int) -> None:
     rng = random.Random(k)
