@@ -105,17 +105,26 @@ def run(
     ]
     streams = [engine.submit(request) for request in requests]
     outputs, stats = [], []
-    for stream in streams:
+    for stream, sampling in zip(streams, samplings, strict=True):
         chunks = list(stream)
         assert chunks[-1].stats is not None
         assert chunks[-1].error is None, chunks[-1].error
         outputs.append([t for chunk in chunks for t in chunk.token_ids])
+        assert_complete(outputs[-1], sampling, engine.loaded.eos_token_ids)
         stats.append(chunks[-1].stats)
     while engine.has_work():
         engine.step()
     assert engine.pages_and_slots_in_use() == (0, 0)
     engine.close()
     return Run(outputs=outputs, stats=stats, num_preemptions=engine.scheduler.num_preemptions)
+
+
+def assert_complete(output: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+    """The oracle judges the tokens that there are; that there are neither too few nor too many is judged here."""
+    ends = [] if sampling.ignore_eos else [i for i, token in enumerate(output) if token in eos_token_ids]
+    assert sampling.max_tokens is not None
+    expected = min([sampling.max_tokens, *(end + 1 for end in ends)])
+    assert len(output) == expected, f"{len(output)} tokens, the request should have ended after {expected}: {output}"
 
 
 def compare(

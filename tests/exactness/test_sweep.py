@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.exactness.sweep import (
     GREEDY,
     Setting,
+    assert_complete,
     assert_exact,
     compare,
     one_axis_at_a_time,
@@ -42,6 +45,19 @@ def test_subset(oracle: HfOracle, minnow: Path, setting: Setting) -> None:
 @pytest.mark.parametrize("setting", [*one_axis_at_a_time(), *pairwise()], ids=str)
 def test_all(oracle: HfOracle, minnow: Path, setting: Setting) -> None:
     check(oracle, minnow, read_prompts(minnow), setting)
+
+
+@pytest.mark.parametrize(
+    ("output", "complete"),
+    [
+        ([5, 6, 7], True), ([5, 1], True), ([1], True),
+        ([], False), ([5, 6], False), ([5, 1, 7], False), ([5, 6, 7, 8], False),
+    ],
+)
+def test_an_output_of_the_wrong_length_would_be_noticed(output: list[int], complete: bool) -> None:
+    sampling = replace(GREEDY, max_tokens=3)
+    with nullcontext() if complete else pytest.raises(AssertionError, match="should have ended"):
+        assert_complete(output, sampling, (1,))
 
 
 def check(oracle: HfOracle, minnow: Path, prompts: list[tuple[int, ...]], setting: Setting) -> None:
