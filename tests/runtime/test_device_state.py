@@ -49,13 +49,13 @@ def test_a_new_request_fills_its_slot() -> None:
 
 def test_positions_at_or_past_the_limit_are_written_to_the_dummy_page() -> None:
     state = new_state(debug=False)
-    plan = plans([11, 12, 13, 14, 15])[0]
+    plan = plans([11, 12, 13, 14, 15], max_tokens=1)[0]  # a limit of 6, in the middle of its second page
     state.apply(plan)
     slot = plan.arrays.new_slots[0]
-    positions = torch.tensor([0, 3, 4, 7, 8, 9, 10, 25])
+    positions = torch.tensor([0, 3, 4, 5, 6, 7, 8, 10, 25])
     index = state.write_index(torch.full_like(positions, int(slot)), positions)
     first, second = state.page_table[slot].tolist()[:2]
-    assert index.tolist() == [4 * first, 4 * first + 3, 4 * second, 4 * second + 3, 0, 1, 2, 1]
+    assert index.tolist() == [4 * first, 4 * first + 3, 4 * second, 4 * second + 1, 2, 3, 0, 2, 1]
 
 
 def test_tokens_past_the_context_go_to_one_scratch_column() -> None:

@@ -69,6 +69,8 @@ def test_random_traffic_leaves_nothing_behind(schedule: str, k: int, num_request
     assert not scheduler.waiting
     assert not scheduler.has_work
     assert scheduler.slots.num_fenced_pages == 0
+    list(engine.submit(ask("last", [1, 2], max_tokens=4)))  # its plan tells the rank of the slots freed last
+    assert engine._channel._executor._state.penalties.num_slots_in_use == 0
     engine.close()
 
     ratio = [r for r in requests if r.sampling.acceptance == "ratio"]

@@ -137,6 +137,15 @@ def test_a_full_match_recomputes_its_last_page(length: int, cached: int) -> None
     assert (first.steps, first.accepted) == (again.steps, again.accepted), "the cached head drafts alike"
 
 
+@pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (16, 12), (17, 16)])
+def test_a_full_match_without_a_head_recomputes_its_last_page_too(length: int, cached: int) -> None:
+    prompt = [i % 7 for i in range(length)]
+    requests = [ask(0, prompt, max_tokens=6), ask(1, prompt, max_tokens=6)]
+    found = run_all(toy_engine(load_toy(draft=False), draft_tokens=0), requests, arrivals={"1": 20})
+    assert found["1"].counters.num_cached_tokens == cached
+    assert found["0"].token_ids == found["1"].token_ids
+
+
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_shared_pages_are_never_rewritten(k: int) -> None:
     """The bytes of every published page stay as they were, for as long as it is published."""
