@@ -188,7 +188,11 @@ def run_command(args: Sequence[str]) -> int:
     try:
         result: Any = app(list(args), standalone_mode=False, prog_name="lockstep")
     except typer.TyperException as error:
-        return _complain(error.format_message(), error.exit_code)
+        message = error.format_message()
+        if message.startswith("Usage: "):  # no command was given: what is raised then is the help
+            sys.stderr.write(message + "\n")
+            return error.exit_code
+        return _complain(message, error.exit_code)
     except (ValueError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
         return _complain(str(error), EXIT_USAGE)
     except (KeyboardInterrupt, typer.Abort):

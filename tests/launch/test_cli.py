@@ -72,6 +72,15 @@ def test_help_lists_the_commands_and_flags() -> None:
     assert all(name in runner.invoke(app, ["bench", "--help"]).output for name in ("schedule", "decode", "verify"))
 
 
+@pytest.mark.parametrize("args", [[], ["bench"]])
+def test_without_a_command_the_help_is_shown_as_it_is(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    assert run_command(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(" ".join(["Usage: lockstep", *args]))
+    assert captured.err.count("\n") > 5
+
+
 def test_version_names_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["--version"]) == 0
     assert capsys.readouterr().out.startswith("lockstep ")
