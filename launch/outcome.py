@@ -82,11 +82,15 @@ def summarise(outcomes: Sequence[Outcome], wall_s: float, load_s: float) -> dict
 
 
 def acceptance_per_position(stats: Iterable[RequestStats]) -> list[float]:
-    """Share of verify steps in which the first, second, ... draft was accepted."""
+    """Share of verify steps that accepted the first, second, ... draft, among those with room for that many."""
     listed = list(stats)
-    steps = sum(s.steps for s in listed)
-    counts = (sum(column) for column in zip_longest(*(s.accepted_per_position for s in listed), fillvalue=0))
-    return [round(count / steps, 4) for count in counts] if steps else []
+    drafted = _sums(s.drafted_per_position for s in listed)
+    accepted = _sums(s.accepted_per_position for s in listed)
+    return [round(a / d, 4) for a, d in zip(accepted, drafted, strict=True) if d]
+
+
+def _sums(rows: Iterable[tuple[int, ...]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 
 def _request_figures(outcome: Outcome) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class OutputState:
         self._submitted = time.perf_counter()
         self._ttft_s: float | None = None
         self._num_output = self._steps = self._drafted = self._accepted = 0
-        self._accepted_per_position = [0] * k
+        self._drafted_per_position, self._accepted_per_position = [0] * k, [0] * k
 
     def extend(self, row: CommittedRow, result: StepResult) -> TokenChunk:
         """The chunk for one committed row; it ends the request if it has a finish reason."""
@@ -64,6 +64,7 @@ class OutputState:
         return RequestStats(
             num_prompt_tokens=len(self.request.prompt_token_ids), num_cached_tokens=num_cached_tokens,
             num_output_tokens=self._num_output, steps=self._steps, drafted=self._drafted, accepted=self._accepted,
+            drafted_per_position=tuple(self._drafted_per_position),
             accepted_per_position=tuple(self._accepted_per_position), num_preemptions=num_preemptions,
             ttft_s=self._ttft_s, e2e_s=time.perf_counter() - self._submitted,
         )
@@ -83,6 +84,8 @@ class OutputState:
             self._steps += 1
             self._drafted += row.drafted
             self._accepted += accepted
+            for position in range(row.drafted):
+                self._drafted_per_position[position] += 1
             for position in range(accepted):
                 self._accepted_per_position[position] += 1
 

@@ -134,6 +134,7 @@ class RequestStats:
     steps: int = 0  # verify steps: each committed 1 + accepted tokens
     drafted: int = 0
     accepted: int = 0
+    drafted_per_position: tuple[int, ...] = ()  # of the first, second, ... draft of a row; sums to `drafted`
     accepted_per_position: tuple[int, ...] = ()
     num_preemptions: int = 0
     ttft_s: float | None = None

@@ -63,7 +63,7 @@ class FakeEngine:
     def _stats(self) -> RequestStats:
         return RequestStats(
             num_prompt_tokens=1, num_output_tokens=len(self.words), steps=1, drafted=2, accepted=1,
-            accepted_per_position=(1, 0), ttft_s=0.5, e2e_s=1.5,
+            drafted_per_position=(1, 1), accepted_per_position=(1, 0), ttft_s=0.5, e2e_s=1.5,
         )
 
     def close(self) -> None:

@@ -54,6 +54,18 @@ def test_figures_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert lines[-1]["summary"][name] == sum(line["stats"][name] for line in lines[:-1])
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_acceptance_per_position_adds_up_to_the_rate(capsys: pytest.CaptureFixture[str], k: int) -> None:
+    """Steps near the end of a request have no room for all drafts: they count where they had."""
+    _, lines, _ = run_json(capsys, *PROMPTS, "--max-tokens", "16", "--ignore-eos", "--draft-tokens", str(k))
+    summary = lines[-1]["summary"]
+    shares = summary["acceptance_per_position"]
+    assert len(shares) == k
+    assert summary["drafted"] < k * summary["steps"]
+    assert min(shares) <= summary["acceptance_rate"] <= max(shares)
+    assert 0 < summary["acceptance_rate"] < 1
+
+
 def test_plain_decoding_has_no_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
     _, lines, _ = run_json(capsys, "x", "--max-tokens", "4", "--draft-tokens", "0", "--ignore-eos")
     stats = lines[0]["stats"]
