@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out-tokens", default="64")
+    parser.add_argument("--reps", default="1", help="measurements of each figure in a round")
     args = parser.parse_args()
     runs: list[tuple[str, list[str]]] = [
         (sys.executable, ["lockstep"]), (sys.executable, ["lockstep", "--storage", "float32"]),
@@ -42,7 +43,7 @@ def main() -> None:
         for python, extra in runs:
             command = [
                 python, str(SCRIPT), *extra, "--model", str(args.model), "--prompts", args.prompts,
-                "--batches", args.batches, "--out-tokens", args.out_tokens,
+                "--batches", args.batches, "--out-tokens", args.out_tokens, "--reps", args.reps,
             ]
             environment = {**os.environ, **ENVIRONMENT}
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
