@@ -140,6 +140,11 @@ def test_draft_tokens_left_out_follow_the_model(minnow: Path, tmp_path: Path) ->
     assert load_config(file, [f"model.path={without_mtp(minnow, tmp_path)}"]).engine_config().k == 0
 
 
+def test_the_built_in_configuration_runs_a_model_without_an_mtp_layer(minnow: Path, tmp_path: Path) -> None:
+    """`--set model.path=DeepSeek-V2-Lite` is all it takes."""
+    assert load_config(None, [f"model.path={without_mtp(minnow, tmp_path)}"]).engine_config().k == 0
+
+
 def test_draft_tokens_contradict_the_method_off() -> None:
     with pytest.raises(ValueError, match="draft.tokens = 2 with draft.method = "):
         load_config(None, ["draft.method=off", "draft.tokens=2"]).engine_config()
