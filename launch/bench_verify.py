@@ -165,5 +165,11 @@ def _acceptance(engine: Engine, outcomes: Sequence[Outcome], requests: Mapping[s
             complain(f"prompt {outcomes[int(request.request_id)].row.id}: {error}")
     stats = []
     while engine.has_work():
-        stats += [chunk.stats for chunk in engine.step() if chunk.stats is not None]
+        for chunk in engine.step():
+            if chunk.error is not None:
+                raise RuntimeError(f"prompt {outcomes[int(chunk.request_id)].row.id}: {chunk.error}")
+            if chunk.stats is not None:
+                stats.append(chunk.stats)
+    if not stats:
+        raise ValueError("no prompt could run")
     return acceptance_per_position(stats)

@@ -21,7 +21,7 @@ class Embed(Protocol):
 class Block(Protocol[Meta_contra]):
     """A decoder layer of the target's family; it keeps its own part of the pages."""
 
-    def __call__(self, hidden: Tensor, meta: Meta_contra, kv: list[Tensor], dummy: Tensor | None) -> Tensor:
+    def __call__(self, hidden: Tensor, meta: Meta_contra, kv: list[Tensor]) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape; `hidden` may be overwritten."""
 
 
@@ -45,17 +45,15 @@ class MtpHead(Generic[Meta_contra]):
         self._embed, self._embed_norm, self._hidden_norm = embed, embed_norm, hidden_norm
         self._input_proj, self._block, self._final_norm, self._output = input_proj, block, final_norm, output
 
-    def forward(
-        self, token_ids: Tensor, hidden: Tensor, meta: Meta_contra, kv: list[Tensor], dummy: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, meta: Meta_contra, kv: list[Tensor]) -> Tensor:
         """The head's states, which are also its input in recursive passes.
 
         token_ids: [num_tokens] int64, x_{i+1} for position i of `meta`; hidden: [num_tokens, hidden_size], the
-        target's H_i after its final norm or this head's own states; kv: per layer, as in the target;
-        dummy: [num_tokens] bool, tokens for no expert. Returns [num_tokens, hidden_size] after `shared_head.norm`.
+        target's H_i after its final norm or this head's own states; kv: per layer, as in the target.
+        Returns [num_tokens, hidden_size] after `shared_head.norm`.
         """
         both = torch.cat((self._embed_norm(self._embed(token_ids)), self._hidden_norm(hidden)), 1)
-        return self._final_norm(self._block(self._input_proj(both), meta, kv, dummy))
+        return self._final_norm(self._block(self._input_proj(both), meta, kv))
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, hidden_size] from `forward` -> [n, vocab_size] float32."""

@@ -80,13 +80,16 @@ class HalfLinear:
 def build_linear(weight: Tensor, storage: Storage, name: str) -> Linear:
     """Choose the form for `weight` [out_features, in_features] float32; the form is settled here, once.
 
-    "auto" on the CPU stores large weights as float16 and small ones as float32; elsewhere it is float32.
+    "auto" stores large weights as float16 where the CPU has the products for it; all others are float32.
     `weight` is copied; `name` appears in errors. Raises ValueError for an unknown storage or when float16 overflows.
     """
     if storage not in ("auto", "float32", "float16"):
         raise ValueError(f"storage = {storage!r}: expected auto, float32 or float16")
     on_cpu, size = weight.device.type == "cpu", weight.numel()
-    if on_cpu and storage != "float32" and size >= HALF_MIN_ELEMENTS:
+    has_half = "fbgemm" in torch.backends.quantized.supported_engines
+    if storage == "float16" and not (on_cpu and has_half):
+        raise ValueError("storage = float16 needs a CPU with FBGEMM (x86 with AVX2); use auto or float32")
+    if on_cpu and has_half and storage != "float32" and size >= HALF_MIN_ELEMENTS:
         return HalfLinear(weight, name)
     if on_cpu and storage == "float32" and size >= PACK_MIN_ELEMENTS and torch._C._has_mkldnn:
         return PackedLinear(weight)

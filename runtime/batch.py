@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.meta import AttentionMeta, DecodeGroup, PrefillRow
-from runtime.device_state import DeviceState
+from runtime.device_state import DUMMY_SLOT, DeviceState
 from runtime.plan import StepPlan
 
 
@@ -67,6 +67,7 @@ def build_batch(plan: StepPlan, state: DeviceState) -> Batch:
         write_index=state.write_index(token_slots, positions),
         decode=decode,
         prefill=_prefill_rows(plan, state, host),
+        dummy=token_slots == DUMMY_SLOT if _has_dummy(plan) else None,
     )
     return Batch(
         num_verify=num_verify, q_len=q_len, verify_slots=verify_slots, first_position=first_position,
@@ -85,6 +86,7 @@ def draft_meta(state: DeviceState, batch: Batch, plan: StepPlan, i: int) -> Atte
         write_index=state.write_index(batch.verify_slots, positions),
         decode=decode_group(state, batch.verify_slots, positions.unsqueeze(1), bound),
         prefill=(),
+        dummy=batch.verify_slots == DUMMY_SLOT if _has_dummy(plan) else None,
     )
 
 
@@ -98,6 +100,10 @@ def decode_group(state: DeviceState, slots: Tensor, positions: Tensor, bound: in
         num_rows=len(slots), q_len=positions.shape[1],
         page_table=state.page_table[:, :num_pages].index_select(0, slots), mask=mask,
     )
+
+
+def _has_dummy(plan: StepPlan) -> bool:
+    return bool((plan.arrays.slots == DUMMY_SLOT).any())
 
 
 def _prefill_tokens(plan: StepPlan) -> _HostRows:

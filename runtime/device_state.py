@@ -13,6 +13,7 @@ from runtime.sampling_params import PARAM_DTYPE, EncodedParams
 from runtime.sampling_tables import PenaltyTable, SamplingTable, uses_penalties
 
 _UNWRITTEN = -1
+DUMMY_SLOT = 0
 
 
 class DeviceState:
@@ -34,6 +35,9 @@ class DeviceState:
         self.tokens = torch.full((num_slots, max_model_len + 1), fill, dtype=torch.int32, device=device)
         self.committed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.limit = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # The dummy has one token and is for ever at its limit: whatever it writes goes to page 0.
+        self.tokens[DUMMY_SLOT] = 0
+        self.committed[DUMMY_SLOT] = self.limit[DUMMY_SLOT] = 1
         self.page_table = torch.zeros(
             (num_slots, -(-max_model_len // page_size)), dtype=torch.int64, device=device
         )

@@ -135,9 +135,10 @@ class Engine:
                 f"prompt of {len(prompt)} tokens: expected at most {max_len - 1} (max_model_len {max_len} less one to "
                 "generate)"
             )
-        outside = [t for t in prompt if not 0 <= t < self.loaded.vocab_size]
+        outside = [t for t in prompt if not (isinstance(t, int) and 0 <= t < self.loaded.vocab_size)]
         if outside:
-            raise ValueError(f"prompt has token id {outside[0]}: expected 0..{self.loaded.vocab_size - 1}")
+            most = self.loaded.vocab_size - 1
+            raise ValueError(f"prompt has token id {outside[0]!r}: expected an integer in 0..{most}")
         max_tokens = request.sampling.max_tokens
         limit = max_len if max_tokens is None else min(max_len, len(prompt) + max_tokens)
         need, have = -(-limit // self.config.page_size), self.sizes.num_pages - 1

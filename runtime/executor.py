@@ -58,6 +58,9 @@ class Executor:
         """One step. `publish` gets ids and counts as soon as acceptance has them, before the drafter runs."""
         state = self._state
         state.apply(plan)
+        if plan.num_rows == 0:
+            publish(PendingResult(plan, None, None, None).wait())
+            return
         batch = build_batch(plan, state)
         rows = state.sampling.gather(batch.verify_slots, plan.arrays.slots[: plan.num_verify])
         drafts = self._propose(plan, batch, rows) if plan.k and plan.num_verify else None

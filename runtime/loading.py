@@ -42,9 +42,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         )
     device = _device(config.device)
     torch.set_num_threads(config.threads)
-    with torch.inference_mode():
+    with torch.inference_mode(), WeightSource(config.model) as source:
         model = DeepseekModel.load(
-            WeightSource(config.model), model_config, device=device, storage=config.storage, with_mtp=config.k > 0
+            source, model_config, device=device, storage=config.storage, with_mtp=config.k > 0
         )
     drafter = None
     if config.k:

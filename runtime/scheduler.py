@@ -30,7 +30,7 @@ class SchedulerLimits:
     prefix_cache: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommittedRow:
     """Tokens that a retired step adds to one live request; `bad` rows carry none."""
 

@@ -51,3 +51,4 @@ class AttentionMeta:
     write_index: Tensor  # [num_tokens] int64: page * page_size + offset; masked writes go to page 0
     decode: DecodeGroup | None
     prefill: tuple[PrefillRow, ...]
+    dummy: Tensor | None = None  # [num_tokens] bool: of dummy rows, which no expert sees; None: no such row

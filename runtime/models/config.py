@@ -51,6 +51,14 @@ class ModelConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+_ROPE_KEYS = frozenset(
+    {
+        "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+        "mscale", "mscale_all_dim", "attention_factor", "truncate", "partial_rotary_factor", "max_position_embeddings",
+    }
+)
+
+
 class _Reader:
     """A JSON object whose complaints name the key, the value and the file."""
 
@@ -146,6 +154,8 @@ def _refuse_unsupported(read: _Reader) -> None:
     read.require("attention_bias", (False,), "false: biases in attention are not supported")
     read.require("mlp_bias", (False,), "false: biases in the feed-forward part are not supported")
     read.require("moe_layer_freq", (1,), "1: every layer after the leading dense ones is a MoE layer")
+    read.require("sliding_window", (False,), "null: sliding-window attention is not supported")
+    read.require("partial_rotary_factor", (1.0,), "1: the rotary part is qk_rope_head_dim")
     read.require("rope_interleave", (True,), "true: only interleaved rotary pairs are supported")
     heads = read.integer("num_attention_heads")
     read.require("num_key_value_heads", (heads,), f"num_attention_heads ({heads}): MLA has one key head per head")
@@ -180,6 +190,9 @@ def _router_config(read: _Reader) -> RouterConfig:
     method = read.values.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
     scoring = read.values.get("scoring_func") or ("sigmoid" if is_v3 else "softmax")
     grouped = method != "greedy"
+    if not is_v3 and read.boolean("norm_topk_prob", False) and read.number("routed_scaling_factor", 1.0) != 1.0:
+        # DeepSeek's own code then leaves the factor out, transformers the normalisation, vLLM neither.
+        raise read.error("norm_topk_prob", "false in a deepseek_v2 model with a routed_scaling_factor: readings differ")
     try:
         return RouterConfig(
             num_experts=num_experts,
@@ -202,6 +215,9 @@ def _rope_config(read: _Reader, max_positions: int) -> RopeConfig:
     if not isinstance(given, dict):
         raise read.error(key, "an object or null")
     inner = _Reader(given, read.path)
+    unknown = sorted(set(given) - _ROPE_KEYS)
+    if unknown:
+        raise ValueError(f"{read.path}: {key}.{unknown[0]} is not supported: known are {', '.join(sorted(_ROPE_KEYS))}")
     kind = given.get("rope_type", given.get("type", "default"))
     theta = inner.number("rope_theta", read.number("rope_theta", 10_000.0))
     if kind in ("default", None):

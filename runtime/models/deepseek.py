@@ -74,14 +74,12 @@ class DeepseekModel:
         shape = (num_pages, page_size, self.config.latent_width)
         return [torch.zeros(shape, device=self._rotations.device) for _ in range(self.kv_spec.num_layers)]
 
-    def forward(
-        self, token_ids: Tensor, meta: AttentionMeta, kv: list[Tensor], dummy: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size] after the final norm; writes `kv` at meta.write_index.
 
-        dummy: [num_tokens] bool, tokens that no expert sees and whose results nobody reads.
+        No expert sees the tokens of meta.dummy, and nobody reads their results.
         """
-        state = HalfState(self._embed(token_ids), self.prepare(meta), kv, dummy)
+        state = HalfState(self._embed(token_ids), self.prepare(meta), kv, meta.dummy)
         for layer in self.layers:
             layer.run(state)
         return self._norm(state.hidden)
@@ -100,8 +98,8 @@ class MtpBlock:
     def __init__(self, layer: DecoderLayer, rotations: Tensor, num_heads: int) -> None:
         self._layer, self._rotations, self._num_heads = layer, rotations, num_heads
 
-    def __call__(self, hidden: Tensor, meta: AttentionMeta, kv: list[Tensor], dummy: Tensor | None) -> Tensor:
-        state = HalfState(hidden, prepare_pass(meta, self._rotations, self._num_heads), kv, dummy)
+    def __call__(self, hidden: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
+        state = HalfState(hidden, prepare_pass(meta, self._rotations, self._num_heads), kv, meta.dummy)
         self._layer.run(state)
         return state.hidden
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runtime.config import EngineConfig, Schedule
+from runtime.config import EngineConfig, Schedule, Storage
 from runtime.engine import Engine
 from runtime.loading import load_model
 from runtime.request import GenerateRequest, RequestStats, SamplingParams
@@ -30,11 +30,12 @@ class Setting:
     prefix_cache: bool = True
     batch: int = 8
     schedule: Schedule = "ahead"
+    storage: Storage = "float32"
 
     def __str__(self) -> str:
         return (
             f"k={self.k} chunk={self.chunk} pool={'small' if self.small_pool else 'ample'} "
-            f"prefix={'on' if self.prefix_cache else 'off'} batch={self.batch} {self.schedule}"
+            f"prefix={'on' if self.prefix_cache else 'off'} batch={self.batch} {self.schedule} {self.storage}"
         )
 
 
@@ -45,6 +46,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "prefix_cache": (True, False),
     "batch": (1, 8, 32),
     "schedule": ("ahead", "settled"),
+    "storage": ("float32", "auto"),
 }
 
 
@@ -93,7 +95,7 @@ def run(
     longest = max(len(p) for p in prompts) + 64
     page_size = 16
     config = EngineConfig(
-        model=model, draft_tokens=setting.k, draft_method="mtp" if setting.k else "off", storage="float32",
+        model=model, draft_tokens=setting.k, draft_method="mtp" if setting.k else "off", storage=setting.storage,
         prefill_chunk_size=setting.chunk, prefix_cache=setting.prefix_cache, max_num_seqs=setting.batch,
         schedule=setting.schedule, page_size=page_size,
         num_pages=longest * 3 // 2 // page_size + 2 if setting.small_pool else None,

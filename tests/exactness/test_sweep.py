@@ -23,6 +23,7 @@ from tests.exactness.sweep import (
 from tests.oracles.hf import HfOracle
 
 QUICK = [
+    Setting(k=1, batch=8, storage="auto"),
     Setting(k=0, batch=8),
     Setting(k=1, batch=8),
     Setting(k=3, chunk=16, batch=32, schedule="settled"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,8 @@ def test_dummy_rows_change_nothing_else() -> None:
     with torch.inference_mode():
         meta = build_meta(4, [], [Row(0, 10, page)])
         plain = model.forward(token_ids, meta, model.allocate_kv(20, 4))
-        dummy = torch.arange(10) == 9
-        masked = model.forward(token_ids, meta, model.allocate_kv(20, 4), dummy)
+        with_dummy = replace(meta, dummy=torch.arange(10) == 9)
+        masked = model.forward(token_ids, with_dummy, model.allocate_kv(20, 4))
     assert torch.allclose(masked[:9], plain[:9], atol=1e-6)
     assert not torch.allclose(masked[9], plain[9], atol=1e-3)
 

@@ -46,6 +46,24 @@ def test_ids_equal_transformers(minnow: Path, tmp_path: Path, post_processor: An
         assert list(encode_prompt(ours, text)) == theirs(text).input_ids
 
 
+@pytest.mark.parametrize("bos", ["<|bos|>", {"__type": "AddedToken", "content": "<|bos|>"}], ids=["text", "object"])
+@pytest.mark.parametrize("post_processor", [BYTE_LEVEL, None], ids=["byte_level", "none"])
+def test_published_deepseek_folders_add_bos_by_their_class(
+    minnow: Path, tmp_path: Path, post_processor: Any, bos: Any
+) -> None:
+    changes = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": bos}
+    with_bos = load_tokenizer(copy_with(minnow, tmp_path, post_processor, add_bos_token=True, **changes))
+    without = load_tokenizer(copy_with(minnow, tmp_path, post_processor, add_bos_token=False, **changes))
+    own = load_tokenizer(minnow)
+    for text in TEXTS:
+        assert encode_prompt(with_bos, text) == (0, *encode_prompt(without, text)) == encode_prompt(own, text)
+
+
+def test_a_template_that_adds_bos_is_not_doubled(minnow: Path, tmp_path: Path) -> None:
+    folder = copy_with(minnow, tmp_path, "own", tokenizer_class="LlamaTokenizerFast", add_bos_token=True)
+    assert encode_prompt(load_tokenizer(folder), "hello") == encode_prompt(load_tokenizer(minnow), "hello")
+
+
 def test_minnow_prompts_begin_with_bos(minnow: Path) -> None:
     assert encode_prompt(load_tokenizer(minnow), "hello")[0] == 0
 

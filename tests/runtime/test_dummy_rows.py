@@ -1,0 +1,98 @@
+"""Dummy rows and empty plans, which keep ranks without work in step: they run everything and change nothing."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.channel import LocalChannel
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.plan import PlanArrays, StepPlan, StepResult
+from runtime.plan_builder import PlanBuilder
+from runtime.request import GenerateRequest, SamplingParams
+
+ROW_ARRAYS = ("slots", "num_tokens", "starts", "kv_bounds", "samples", "carries")
+
+
+def with_dummies(plan: StepPlan, count: int) -> StepPlan:
+    """The plan with `count` verify rows of slot 0 behind its own verify rows."""
+    row = {"slots": 0, "num_tokens": 1 + plan.k, "starts": -1, "kv_bounds": 1 + plan.k, "samples": 1, "carries": 1}
+    arrays = {
+        name: np.insert(getattr(plan.arrays, name), plan.num_verify, np.full(count, row[name], np.int32))
+        for name in ROW_ARRAYS
+    }
+    return replace(plan, num_verify=plan.num_verify + count, arrays=replace(plan.arrays, **arrays))
+
+
+def without_dummies(result: StepResult, begin: int, count: int) -> StepResult:
+    kept = {
+        f.name: np.delete(value, np.arange(begin, begin + count), axis=0)
+        for f in fields(result)
+        if isinstance(value := getattr(result, f.name), np.ndarray)
+    }
+    return replace(result, **kept)
+
+
+class PaddingChannel:
+    """Adds dummy rows to every plan and takes them out of its result."""
+
+    def __init__(self, inner: LocalChannel, count: int) -> None:
+        self._inner, self._count = inner, count
+
+    def send(self, plan: StepPlan) -> Future[StepResult]:
+        result = self._inner.send(with_dummies(plan, self._count)).result()
+        done: Future[StepResult] = Future()
+        done.set_result(without_dummies(result, plan.num_verify, self._count))
+        return done
+
+    def raise_failure(self) -> None:
+        self._inner.raise_failure()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def generate(minnow: Path, k: int, num_dummies: int) -> list[list[int]]:
+    config = EngineConfig(
+        model=minnow, draft_tokens=k, draft_method="mtp" if k else "off", max_model_len=64, max_num_seqs=4,
+        prefill_chunk_size=8, storage="float32", debug=True,
+    )
+    engine = Engine(config)
+    if num_dummies:
+        engine._channel = PaddingChannel(engine._channel, num_dummies)  # type: ignore[assignment]
+    streams = [
+        engine.submit(GenerateRequest(request_id=str(i), prompt_token_ids=tuple(range(40 + i, 60)), sampling=sampling))
+        for i, sampling in enumerate((
+            SamplingParams(max_tokens=30), SamplingParams(max_tokens=60, temperature=0.7, seed=3),
+            SamplingParams(max_tokens=20, repetition_penalty=1.3, logprobs=2),
+        ))
+    ]
+    outputs = [[t for chunk in stream for t in chunk.token_ids] for stream in streams]
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    return outputs
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_dummy_rows_change_no_ids(minnow: Path, k: int) -> None:
+    assert generate(minnow, k, num_dummies=3) == generate(minnow, k, num_dummies=0)
+
+
+def test_an_empty_plan_is_an_ordinary_plan(minnow: Path) -> None:
+    engine = Engine(EngineConfig(model=minnow, max_model_len=64))
+    none = np.zeros(0, np.int64)
+    plan = PlanBuilder(1).build(
+        1, verify_slots=none, verify_bounds=none, freed_slots=[], num_logprobs=np.full(4, -1, np.int64)
+    )
+    assert isinstance(plan.arrays, PlanArrays)
+    assert plan.num_rows == 0
+    result = engine._channel.send(plan).result()
+    assert result.step_id == 1
+    assert len(result.counts) == 0
+    engine.close()
