@@ -41,7 +41,7 @@ class EngineSection(_Section):
     num_pages: int | None = Field(default=None, ge=2)
     kv_cache_bytes: int = Field(default=2 << 30, ge=1)
     prefix_cache: bool = True
-    schedule: Literal["ahead", "settled"] = "ahead"
+    schedule: Literal["auto", "ahead", "settled"] = "auto"
     debug: bool = False
 
 

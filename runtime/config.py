@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Schedule = Literal["ahead", "settled"]
+Schedule = Literal["auto", "ahead", "settled"]
 DraftMethod = Literal["mtp", "off"]
 Storage = Literal["auto", "float32", "float16"]
 
@@ -17,6 +17,8 @@ class EngineConfig:
 
     `prefill_chunk_size` bounds the prompt tokens of one step; verify rows come on top of it.
     `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids).
+    "auto" is ahead on an accelerator and settled on the CPU, where the rank shares the planner's interpreter: there is nothing to
+    overlap, and each hand-over between threads and each surplus step costs.
     """
 
     model: Path
@@ -30,7 +32,7 @@ class EngineConfig:
     num_pages: int | None = None  # None: enough for max_num_seqs requests of max_model_len, within kv_cache_bytes
     kv_cache_bytes: int = 2 << 30
     prefix_cache: bool = True
-    schedule: Schedule = "ahead"
+    schedule: Schedule = "auto"
     draft_method: DraftMethod = "mtp"
     draft_tokens: int = 1
     debug: bool = False
@@ -45,6 +47,10 @@ class EngineConfig:
             raise ValueError(f"num_pages = {self.num_pages}: expected at least 2 (page 0 is reserved)")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len = {self.max_model_len}: expected an integer >= 2")
+
+    @property
+    def plans_ahead(self) -> bool:
+        return self.schedule == "ahead" or (self.schedule == "auto" and not self.device.startswith("cpu"))
 
     @property
     def k(self) -> int:

@@ -39,10 +39,10 @@ class Engine:
         self.sizes: Sizes = choose_sizes(config, self.loaded)
         self._scheduler = _scheduler(config, self.loaded, self.sizes)
         self._channel = LocalChannel(
-            _executor(config, self.loaded, self.sizes), threads=config.threads, inline=config.schedule == "settled",
+            _executor(config, self.loaded, self.sizes), threads=config.threads, inline=not config.plans_ahead,
             through_codec=config.debug,
         )
-        self._depth = 1 if config.schedule == "ahead" else 0  # steps in flight while the next one is planned
+        self._depth = 1 if config.plans_ahead else 0  # steps in flight while the next one is planned
         self._steps: deque[Future[StepResult]] = deque()
         self._live: dict[str, _Live] = {}
         self._unsent: list[TokenChunk] = []

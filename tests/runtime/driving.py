@@ -53,7 +53,8 @@ class Outcome:
 def toy_engine(loaded: LoadedModel, **settings: Any) -> Engine:
     """An engine with small pages, debug checks and a context of 128 tokens, unless `settings` say otherwise."""
     defaults: dict[str, Any] = dict(
-        max_num_seqs=8, page_size=4, prefill_chunk_size=16, debug=True, draft_tokens=1, max_model_len=128
+        max_num_seqs=8, page_size=4, prefill_chunk_size=16, debug=True, draft_tokens=1, max_model_len=128,
+        schedule="ahead",
     )
     return Engine(EngineConfig(model=Path("toy"), **{**defaults, **settings}), loaded)
 

@@ -61,6 +61,7 @@ def generate(minnow: Path, k: int, num_dummies: int) -> list[list[int]]:
     config = EngineConfig(
         model=minnow, draft_tokens=k, draft_method="mtp" if k else "off", max_model_len=64, max_num_seqs=4,
         prefill_chunk_size=8, storage="float32", debug=True,
+        schedule="ahead",
     )
     engine = Engine(config)
     if num_dummies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.config import EngineConfig, Schedule
 from runtime.request import SamplingParams
 from runtime.sampling_params import check_vocabulary, encode_params
 from tests.fakes import ToyModel, load_toy
@@ -110,3 +112,13 @@ def test_all_that_is_accepted_can_be_encoded(values: dict[str, Any]) -> None:
     assert len(encoded.rows) == 1
     for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
         assert np.isfinite(encoded.rows[name]).all()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "device", "ahead"),
+    [("auto", "cpu", False), ("auto", "cuda:1", True), ("ahead", "cpu", True), ("settled", "cuda", False)],
+)
+def test_auto_plans_ahead_only_where_there_is_a_device_to_overlap_with(
+    schedule: Schedule, device: str, ahead: bool
+) -> None:
+    assert EngineConfig(model=Path("m"), schedule=schedule, device=device).plans_ahead is ahead
