@@ -16,8 +16,8 @@ class EngineConfig:
     """One engine. Sizes are in tokens, positions or pages; `None` means derived from the model or the machine.
 
     `prefill_chunk_size` bounds the prompt tokens of one step; verify rows come on top of it.
-    `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids).
-    "auto" is ahead on an accelerator and settled on the CPU, where the rank shares the planner's interpreter: there is nothing to
+    `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids). "auto"
+    is ahead on an accelerator and settled on the CPU, where planner and rank share an interpreter: there is nothing to
     overlap, and each hand-over between threads and each surplus step costs.
     """
 

@@ -50,11 +50,12 @@ class PlanBuilder:
         freed_slots: Sequence[int], num_logprobs: NDArray[np.int64],
     ) -> StepPlan:
         num_verify = len(verify_slots)
+        slots, num_tokens, starts, samples, carries = np.array(self._prefill, np.int32).reshape(-1, 5).T
         ones = np.ones(num_verify, np.int32)
-        prefill = np.array(self._prefill, np.int32).reshape(-1, 5)
-        slots, num_tokens, starts, samples, carries = prefill.T
 
         def rows(verify: NDArray[np.integer], chunks: Int32Array) -> Int32Array:
+            if not self._prefill:  # a decode step, the one that must be planned fast
+                return verify.astype(np.int32, copy=False)
             return np.concatenate((verify, chunks), dtype=np.int32, casting="same_kind")
 
         if self._pages:
