@@ -11,7 +11,7 @@ Storage = Literal["auto", "float32", "float16"]
 
 FLOAT16_MAX = 65504.0
 # Below these the fixed cost of the packed products (15 to 30 us) exceeds what they save.
-HALF_MIN_ELEMENTS = 200_000
+HALF_MIN_ELEMENTS = 100_000
 PACK_MIN_ELEMENTS = 800_000
 # Row count oneDNN is told to expect when it chooses its layout: a verification batch, not a prompt.
 PACK_ROWS_HINT = 8

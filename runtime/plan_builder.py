@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.plan import Int32Array, PlanArrays, StepPlan
+from runtime.plan import PlanArrays, StepPlan
 from runtime.request_state import RequestState
 from runtime.sampling_params import stack_params
 
 _EMPTY = np.zeros(0, np.int32)
 _ZERO = np.zeros(1, np.int32)
+_ROW_COLUMNS = ("slots", "num_tokens", "starts", "kv_bounds", "samples", "carries")
 _NO_REQUESTS: dict[str, NDArray[Any]] = dict(
     new_slots=_EMPTY, new_limits=_EMPTY, new_cu_tokens=_ZERO, new_tokens=_EMPTY, new_params=np.zeros(0, np.uint8),
     new_bias_ids=_EMPTY, new_bias_values=np.zeros(0, np.float32), new_masked_ids=_EMPTY,
@@ -49,15 +50,12 @@ class PlanBuilder:
         self, step_id: int, *, verify_slots: NDArray[np.int64], verify_bounds: NDArray[np.int64],
         freed_slots: Sequence[int], num_logprobs: NDArray[np.int64],
     ) -> StepPlan:
-        num_verify = len(verify_slots)
-        slots, num_tokens, starts, samples, carries = np.array(self._prefill, np.int32).reshape(-1, 5).T
-        ones = np.ones(num_verify, np.int32)
-
-        def rows(verify: NDArray[np.integer], chunks: Int32Array) -> Int32Array:
-            if not self._prefill:  # a decode step, the one that must be planned fast
-                return verify.astype(np.int32, copy=False)
-            return np.concatenate((verify, chunks), dtype=np.int32, casting="same_kind")
-
+        ones = np.ones(len(verify_slots), np.int32)
+        columns = [verify_slots.astype(np.int32), ones * (1 + self._k), -ones, verify_bounds.astype(np.int32), ones, ones]
+        if self._prefill:  # not in a decode step, the one that must be planned fast
+            slots, num_tokens, starts, samples, carries = np.array(self._prefill, np.int32).T
+            chunks = [slots, num_tokens, starts, starts + num_tokens, samples, carries]
+            columns = [np.concatenate(parts) for parts in zip(columns, chunks, strict=True)]
         if self._pages:
             page_slots, page_index, pages = (
                 np.concatenate(column, dtype=np.int32, casting="same_kind")
@@ -65,17 +63,14 @@ class PlanBuilder:
             )
         else:
             page_slots = page_index = pages = _EMPTY
-        all_slots = rows(verify_slots, slots)
         arrays = PlanArrays(
-            slots=all_slots, num_tokens=rows(ones * (1 + self._k), num_tokens),
-            starts=rows(-ones, starts), kv_bounds=rows(verify_bounds, starts + num_tokens),
-            samples=rows(ones, samples), carries=rows(ones, carries),
+            **dict(zip(_ROW_COLUMNS, columns, strict=True)),
             page_slots=page_slots, page_index=page_index, pages=pages,
             freed_slots=np.array(freed_slots, np.int32), **(_new_requests(self._new) if self._new else _NO_REQUESTS),
         )
-        most_logprobs = int(num_logprobs[all_slots].max(initial=-1))
+        most_logprobs = int(num_logprobs[arrays.slots].max(initial=-1))
         return StepPlan(
-            step_id=step_id, k=self._k, num_verify=num_verify, num_logprobs=most_logprobs, split=False, arrays=arrays
+            step_id=step_id, k=self._k, num_verify=len(ones), num_logprobs=most_logprobs, split=False, arrays=arrays
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.plan import StepPlan, StepResult
+from runtime.plan import Int32Array, StepPlan, StepResult
 from runtime.plan_builder import PlanBuilder
 from runtime.request import GenerateRequest
 from runtime.request_state import RequestState
@@ -46,10 +46,10 @@ class CommittedRow:
 class _InFlight:
     slots: SlotArray
     epochs: NDArray[np.int64]
-    min_advance: NDArray[np.int64]
-    max_advance: NDArray[np.int64]
+    min_advance: Int32Array
+    max_advance: Int32Array
     num_verify: int
-    chunk_ends: NDArray[np.int64]  # position after the chunk of each prefill row
+    chunk_ends: Int32Array  # position after the chunk of each prefill row
 
 
 class Scheduler:
@@ -176,8 +176,7 @@ class Scheduler:
     def _bounds(self, rows: SlotArray) -> NDArray[np.int64]:
         """Positions that a verify row of each slot can reach: one more than its last draft's, within its limit."""
         tables = self.slots
-        reach = tables.committed[rows] + tables.in_flight_max[rows] + self.limits.k
-        bounds: NDArray[np.int64] = np.minimum(reach, tables.limit[rows])
+        bounds: NDArray[np.int64] = np.minimum(tables.committed + tables.in_flight_max + self.limits.k, tables.limit)[rows]
         return bounds
 
     def _make_room(self, rows: SlotArray, need: NDArray[np.int64]) -> SlotArray:
@@ -275,15 +274,15 @@ class Scheduler:
     def _note_in_flight(self, plan: StepPlan) -> None:
         arrays, tables = plan.arrays, self.slots
         slots = arrays.slots.astype(np.int64)
-        is_verify = np.arange(len(slots)) < plan.num_verify
-        min_advance = np.where(is_verify, 1, arrays.samples).astype(np.int64)
-        max_advance = np.where(is_verify, 1 + plan.k, arrays.samples).astype(np.int64)
+        min_advance = arrays.samples  # 1 for a verify row
+        max_advance = arrays.samples.copy()
+        max_advance[: plan.num_verify] += plan.k
         tables.in_flight_min[slots] += min_advance
         tables.in_flight_max[slots] += max_advance
         self._in_flight.append(
             _InFlight(
                 slots=slots, epochs=tables.epoch[slots], min_advance=min_advance, max_advance=max_advance,
-                num_verify=plan.num_verify, chunk_ends=(arrays.starts + arrays.num_tokens).astype(np.int64),
+                num_verify=plan.num_verify, chunk_ends=arrays.starts + arrays.num_tokens,
             )
         )
 
