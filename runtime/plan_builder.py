@@ -14,7 +14,6 @@ from runtime.sampling_params import stack_params
 
 _EMPTY = np.zeros(0, np.int32)
 _ZERO = np.zeros(1, np.int32)
-_ROW_COLUMNS = ("slots", "num_tokens", "starts", "kv_bounds", "samples", "carries")
 _NO_REQUESTS: dict[str, NDArray[Any]] = dict(
     new_slots=_EMPTY, new_limits=_EMPTY, new_cu_tokens=_ZERO, new_tokens=_EMPTY, new_params=np.zeros(0, np.uint8),
     new_bias_ids=_EMPTY, new_bias_values=np.zeros(0, np.float32), new_masked_ids=_EMPTY,
@@ -51,7 +50,8 @@ class PlanBuilder:
         freed_slots: Sequence[int], num_logprobs: NDArray[np.int64],
     ) -> StepPlan:
         ones = np.ones(len(verify_slots), np.int32)
-        columns = [verify_slots.astype(np.int32), ones * (1 + self._k), -ones, verify_bounds.astype(np.int32), ones, ones]
+        lengths, bounds = ones * (1 + self._k), verify_bounds.astype(np.int32)
+        columns = [verify_slots.astype(np.int32), lengths, -ones, bounds, ones, ones]  # in the order of PlanArrays
         if self._prefill:  # not in a decode step, the one that must be planned fast
             slots, num_tokens, starts, samples, carries = np.array(self._prefill, np.int32).T
             chunks = [slots, num_tokens, starts, starts + num_tokens, samples, carries]
@@ -64,7 +64,8 @@ class PlanBuilder:
         else:
             page_slots = page_index = pages = _EMPTY
         arrays = PlanArrays(
-            **dict(zip(_ROW_COLUMNS, columns, strict=True)),
+            slots=columns[0], num_tokens=columns[1], starts=columns[2], kv_bounds=columns[3], samples=columns[4],
+            carries=columns[5],
             page_slots=page_slots, page_index=page_index, pages=pages,
             freed_slots=np.array(freed_slots, np.int32), **(_new_requests(self._new) if self._new else _NO_REQUESTS),
         )
