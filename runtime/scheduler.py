@@ -176,7 +176,8 @@ class Scheduler:
     def _bounds(self, rows: SlotArray) -> NDArray[np.int64]:
         """Positions that a verify row of each slot can reach: one more than its last draft's, within its limit."""
         tables = self.slots
-        bounds: NDArray[np.int64] = np.minimum(tables.committed + tables.in_flight_max + self.limits.k, tables.limit)[rows]
+        reach = tables.committed + tables.in_flight_max + self.limits.k
+        bounds: NDArray[np.int64] = np.minimum(reach, tables.limit)[rows]
         return bounds
 
     def _make_room(self, rows: SlotArray, need: NDArray[np.int64]) -> SlotArray:
