@@ -1,0 +1,57 @@
+"""Where a rank stands: `dp` attention groups of `tp` ranks each, with the experts spread over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel.group import Group, ProcessGroup, SoloGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the rank axes. Ranks are numbered dp-major: rank = dp_rank * tp + tp_rank, which is also the ep rank."""
+
+    dp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected an integer >= 1")
+
+    @property
+    def ep(self) -> int:
+        return self.dp * self.tp
+
+    def dp_rank(self, rank: int) -> int:
+        return rank // self.tp
+
+    def tp_rank(self, rank: int) -> int:
+        return rank % self.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroups:
+    """The groups one rank takes part in: its attention group, and all ranks for the experts."""
+
+    tp: Group
+    ep: Group
+
+
+def solo_groups() -> RankGroups:
+    return RankGroups(tp=SoloGroup("tp"), ep=SoloGroup("ep"))
+
+
+def build_groups(layout: Layout, device_type: str) -> RankGroups:
+    """Groups of this process, once torch.distributed runs with `layout.ep` ranks. Collective: every rank calls it."""
+    assert dist.get_world_size() == layout.ep, (dist.get_world_size(), layout)
+    mesh = init_device_mesh(device_type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+    tp: Group = ProcessGroup("tp", mesh.get_group("tp")) if layout.tp > 1 else SoloGroup("tp")
+    ep: Group = SoloGroup("ep")
+    if layout.ep > 1:
+        assert dist.group.WORLD is not None
+        ep = ProcessGroup("ep", dist.group.WORLD)
+    return RankGroups(tp=tp, ep=ep)

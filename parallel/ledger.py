@@ -1,0 +1,51 @@
+"""Debug mode: every rank writes down each collective, so that ranks can be compared (design: lockstep rules)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from parallel.group import Group, Pending
+
+Entry = tuple[int, int, str, str, tuple[int, ...]]  # step, half, group, operation, shape
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The collectives of one rank in order. `step` and `half` are set by whoever runs the step."""
+
+    step: int = 0
+    half: int = 0
+    entries: list[Entry] = field(default_factory=list)
+
+
+class LedgerGroup:
+    """A group that notes each operation before it starts."""
+
+    def __init__(self, group: Group, ledger: Ledger) -> None:
+        self.name, self.rank, self.size = group.name, group.rank, group.size
+        self._group, self._ledger = group, ledger
+
+    def all_gather(self, x: Tensor) -> Pending:
+        self._note("all_gather", x)
+        return self._group.all_gather(x)
+
+    def reduce_scatter(self, x: Tensor) -> Pending:
+        self._note("reduce_scatter", x)
+        return self._group.reduce_scatter(x)
+
+    def all_to_all(self, x: Tensor) -> Pending:
+        self._note("all_to_all", x)
+        return self._group.all_to_all(x)
+
+    def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        # Row counts differ between ranks by design; the shape of a row may not.
+        self._ledger.entries.append(
+            (self._ledger.step, self._ledger.half, self.name, "all_to_all_uneven", tuple(x.shape[1:]))
+        )
+        return self._group.all_to_all_uneven(x, send, receive)
+
+    def _note(self, operation: str, x: Tensor) -> None:
+        self._ledger.entries.append((self._ledger.step, self._ledger.half, self.name, operation, tuple(x.shape)))
