@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from parallel.layout import Layout
+
 Schedule = Literal["auto", "ahead", "settled"]
 DraftMethod = Literal["mtp", "off"]
 Storage = Literal["auto", "float32", "float16"]
+Split = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,7 @@ class EngineConfig:
     `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids). "auto"
     is ahead on an accelerator and settled on the CPU, where planner and rank share an interpreter: there is nothing to
     overlap, and each hand-over between threads and each surplus step costs.
+    `split`: whether a step runs as two halves; "auto" splits from `split_min_tokens` tokens a rank on.
     """
 
     model: Path
@@ -35,10 +39,14 @@ class EngineConfig:
     schedule: Schedule = "auto"
     draft_method: DraftMethod = "mtp"
     draft_tokens: int = 1
+    dp: int = 1
+    tp: int = 1
+    split: Split = "auto"
+    split_min_tokens: int = 64
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("threads", "max_num_seqs", "prefill_chunk_size", "page_size"):
+        for name in ("threads", "max_num_seqs", "prefill_chunk_size", "page_size", "dp", "tp", "split_min_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected an integer >= 1")
         if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
@@ -51,6 +59,10 @@ class EngineConfig:
     @property
     def plans_ahead(self) -> bool:
         return self.schedule == "ahead" or (self.schedule == "auto" and not self.device.startswith("cpu"))
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(dp=self.dp, tp=self.tp)
 
     @property
     def k(self) -> int:

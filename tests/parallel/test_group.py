@@ -86,7 +86,7 @@ def process_main(rank: int, layout: Layout, folder: str) -> None:
 
 def test_processes(tmp_path: Path) -> None:
     layout = Layout(dp=2, tp=2)
-    mp.spawn(process_main, (layout, str(tmp_path)), nprocs=layout.ep)  # type: ignore[no-untyped-call]
+    mp.spawn(process_main, (layout, str(tmp_path)), nprocs=layout.ep)  # type: ignore[no-untyped-call,attr-defined]
     check([load_file(tmp_path / f"ep{rank}") for rank in range(4)])
     check([load_file(tmp_path / f"tp{rank}") for rank in (0, 1)])
     check([load_file(tmp_path / f"tp{rank}") for rank in (2, 3)])
