@@ -1,55 +1,40 @@
-"""Moves tokens to the ranks that hold their experts and brings the results back, in separate sends and receives."""
+"""Which way tokens reach their experts: nowhere to go, an all-to-all of what is needed, or an all-gather."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
+from moe.dispatch_all_to_all import AllToAllDispatcher
+from moe.dispatch_gather import AllGatherDispatcher
+from moe.dispatch_protocol import Dispatched, Dispatcher, DispatchHandle
 from moe.router import Routing
+from parallel.group import Group
 
+__all__ = [
+    "AllGatherDispatcher",
+    "AllToAllDispatcher",
+    "DispatchHandle",
+    "DispatchKind",
+    "Dispatched",
+    "Dispatcher",
+    "LocalDispatcher",
+    "make_dispatcher",
+]
 
-@dataclass(frozen=True, slots=True)
-class Dispatched:
-    """Tokens for this rank's experts; expert ids are local, the number of local experts stands for none."""
-
-    hidden: Tensor  # [num_received, hidden_size]
-    routing: Routing
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchHandle:
-    """What a dispatch left behind for its combine. Opaque: only the dispatcher that made it may look inside."""
-
-    payload: object
-
-
-class Dispatcher(Protocol):
-    """One call each for sending and receiving, so that two halves of a step can interleave them.
-
-    For one layer and half the order is dispatch_send, dispatch_recv, combine_send, combine_recv. Every rank of the
-    expert group makes every call, with zero tokens too.
-    """
-
-    def dispatch_send(self, hidden: Tensor, routing: Routing) -> DispatchHandle:
-        """hidden: [num_tokens, hidden_size] of this rank. Starts the exchange and returns at once."""
-
-    def dispatch_recv(self, handle: DispatchHandle) -> Dispatched:
-        """Waits for the tokens routed to this rank."""
-
-    def combine_send(self, expert_output: Tensor, handle: DispatchHandle) -> DispatchHandle:
-        """expert_output: [num_received, hidden_size], weighted and summed over this rank's experts."""
-
-    def combine_recv(self, handle: DispatchHandle) -> Tensor:
-        """[num_tokens, hidden_size]: the sum over all ranks, in the order of dispatch_send."""
+DispatchKind = Literal["auto", "all_gather", "all_to_all"]
 
 
 class LocalDispatcher:
     """All experts live here: nothing moves. The reference for every other back end."""
 
-    def dispatch_send(self, hidden: Tensor, routing: Routing) -> DispatchHandle:
+    def announce(self, hidden: Tensor, routing: Routing, capacity: int | None = None) -> DispatchHandle:
         return DispatchHandle(Dispatched(hidden, routing))
+
+    def dispatch_send(self, handle: DispatchHandle) -> DispatchHandle:
+        return handle
 
     def dispatch_recv(self, handle: DispatchHandle) -> Dispatched:
         assert isinstance(handle.payload, Dispatched)
@@ -61,3 +46,20 @@ class LocalDispatcher:
     def combine_recv(self, handle: DispatchHandle) -> Tensor:
         assert isinstance(handle.payload, Tensor)
         return handle.payload
+
+
+def make_dispatcher(kind: DispatchKind, ep: Group, num_experts: int, device: torch.device | str) -> Dispatcher:
+    """The back end of one rank; `kind` has no say when `ep` is one rank.
+
+    "auto" takes all_to_all on the CPU, where bytes are dear and waiting is cheap, and all_gather on accelerators,
+    which must not wait for the host. Raises ValueError for an unknown kind, or experts that do not divide by ranks.
+    """
+    if kind not in get_args(DispatchKind):
+        raise ValueError(f"dispatch = {kind!r}: expected one of {', '.join(get_args(DispatchKind))}")
+    if num_experts % ep.size:
+        raise ValueError(f"{num_experts} experts do not divide by the {ep.size} ranks of dp x tp: change dp or tp")
+    if ep.size == 1:
+        return LocalDispatcher()
+    if kind == "all_to_all" or (kind == "auto" and torch.device(device).type == "cpu"):
+        return AllToAllDispatcher(ep, num_experts // ep.size)
+    return AllGatherDispatcher(ep, num_experts // ep.size)

@@ -1,4 +1,4 @@
-"""One MoE layer as four stages that an overlap runner can interleave over two halves of a step."""
+"""One MoE layer as stages that an overlap runner can interleave over two halves of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe.dispatcher import Dispatcher, DispatchHandle
+from moe.dispatch_protocol import Dispatcher, DispatchHandle
 from moe.experts import Experts, GatedMlp
 from moe.router import Router
 
@@ -15,22 +15,34 @@ from moe.router import Router
 class MoeState:
     """What one half carries from stage to stage."""
 
+    hidden: Tensor  # [num_tokens, hidden_size], the layer's input
     handle: DispatchHandle
-    shared: Tensor | None  # [num_tokens, hidden_size], output of the shared expert
-    output: Tensor | None = None  # of this rank's experts
+    shared: Tensor | None = None  # [num_tokens, hidden_size], output of the shared expert
+    output: Tensor | None = None  # [num_received, hidden_size] of this rank's experts
 
 
 class MoeLayer:
-    """Router, dispatcher, experts and an optional shared expert (None also when the experts contain it)."""
+    """Router, dispatcher, experts and an optional shared expert (None also when the experts contain it).
+
+    The order is route, dispatch_send, run_experts, combine_send, combine_recv.
+    """
 
     def __init__(self, router: Router, dispatcher: Dispatcher, experts: Experts, shared: GatedMlp | None) -> None:
         self._router, self._dispatcher, self._experts, self._shared = router, dispatcher, experts, shared
 
-    def dispatch_send(self, hidden: Tensor, dummy: Tensor | None = None) -> MoeState:
-        """hidden: [num_tokens, hidden_size] after the norm; dummy: [num_tokens] bool, tokens for no expert."""
-        handle = self._dispatcher.dispatch_send(hidden, self._router(hidden, dummy))
+    def route(self, hidden: Tensor, dummy: Tensor | None = None, capacity: int | None = None) -> MoeState:
+        """Chooses experts and lets the other ranks know.
+
+        hidden: [num_tokens, hidden_size] after the norm; dummy: [num_tokens] bool, tokens for no expert; capacity: as
+        in `Dispatcher.announce`.
+        """
+        return MoeState(hidden, self._dispatcher.announce(hidden, self._router(hidden, dummy), capacity))
+
+    def dispatch_send(self, state: MoeState) -> None:
+        state.handle = self._dispatcher.dispatch_send(state.handle)
         # The shared expert needs nothing from other ranks: it runs while tokens travel.
-        return MoeState(handle, None if self._shared is None else self._shared(hidden))
+        if self._shared is not None:
+            state.shared = self._shared(state.hidden)
 
     def run_experts(self, state: MoeState) -> None:
         state.output = self._experts(self._dispatcher.dispatch_recv(state.handle))

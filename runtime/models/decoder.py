@@ -4,25 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from moe.experts import GatedMlp
 from moe.layer import MoeLayer, MoeState
+from parallel.group import Group, SoloGroup
 from parallel.norm import RmsNorm
-from runtime.attention.mla import MlaAttention
+from parallel.tokens import gather_tokens, reduce_scatter_tokens
 from runtime.attention.mla_pass import MlaPass
+
+
+class Attention(Protocol):
+    def __call__(self, hidden: Tensor, prepared: MlaPass, kv: Tensor) -> Tensor:
+        """[n, hidden_size] -> [n, hidden_size]: this rank's share of the sum over tp; writes one layer's `kv`."""
 
 
 @dataclass(slots=True)
 class HalfState:
-    """One half of a step (or the whole of it) on its way through the layers."""
+    """One half of a step (or the whole of it) on its way through the layers.
 
-    hidden: Tensor  # [num_tokens, hidden_size], the residual stream; updated in place
-    prepared: MlaPass
+    The half's n = num_tokens tokens are scattered over tp: this rank keeps ceil(n / tp), padded at the end.
+    """
+
+    hidden: Tensor  # [ceil(n / tp), hidden_size], the residual stream; updated in place
+    num_tokens: int
+    prepared: MlaPass  # of all n tokens
     kv: list[Tensor]  # per layer [num_pages, page_size, latent_width]
-    dummy: Tensor | None  # [num_tokens] bool
+    dummy: Tensor | None = None  # [ceil(n / tp)] bool: tokens for no expert (dummy rows, padding); None: there are none
     moe: MoeState | None = None
+    capacity: int | None = None  # rows that every rank pads to in a dispatch of fixed shape: >= ceil(n / tp) anywhere
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_tokens, int):  # until all callers give num_tokens
+            self.dummy, self.kv, self.prepared = self.kv, self.prepared, self.num_tokens  # type: ignore[unreachable]
+            self.num_tokens = len(self.hidden)
 
 
 Stage = Callable[[HalfState], None]
@@ -31,62 +48,73 @@ Stage = Callable[[HalfState], None]
 class DecoderLayer:
     """Attention and feed-forward part; `kv_idx` is the layer's place in the list of caches.
 
-    `stages`: attention | dispatch send | dispatch recv + experts | combine send | combine recv, or attention | mlp.
-    Running them in order on one state is the layer.
+    `stages`: attention and routing | dispatch send, shared expert | dispatch recv, experts, combine send |
+    combine recv, or attention | mlp. Running them in order on one state is the layer.
+
+    An exchange over ep starts at the end of one stage and is waited for at the beginning of the next, so that between
+    the two there is always a stage of the other half: row counts travel during its attention, tokens during its shared
+    expert or experts, results during its experts or, of half B, during A's next attention (runtime/overlap.py). The
+    exchanges over tp stay inside a stage: they are within one node and brief, and splitting attention from routing
+    for them would leave the counts, which cross nodes, with nothing to hide behind.
     """
 
     def __init__(
         self,
         *,
         kv_idx: int,
+        tp: Group | None = None,
         attention_norm: RmsNorm,
-        attention: MlaAttention,
+        attention: Attention,
         mlp_norm: RmsNorm,
         mlp: GatedMlp | MoeLayer,
     ) -> None:
-        self._kv_idx = kv_idx
+        self._kv_idx, self._tp = kv_idx, SoloGroup("tp") if tp is None else tp
         self._attention_norm, self._attention, self._mlp_norm = attention_norm, attention, mlp_norm
-        self.stages: tuple[Stage, ...] = (self.attend, *_feed_forward(mlp_norm, mlp))
+        self.stages = self._moe_stages(mlp) if isinstance(mlp, MoeLayer) else self._dense_stages(mlp)
 
     def run(self, state: HalfState) -> None:
         for stage in self.stages:
             stage(state)
 
     def attend(self, state: HalfState) -> None:
-        normed = self._attention_norm(state.hidden)
-        state.hidden.add_(self._attention(normed, state.prepared, state.kv[self._kv_idx]))
+        def attention(normed: Tensor) -> Tensor:
+            return self._attention(normed, state.prepared, state.kv[self._kv_idx])
+
+        self._add_partial(state, self._attention_norm(state.hidden), attention)
+
+    def _add_partial(self, state: HalfState, normed: Tensor, module: Callable[[Tensor], Tensor]) -> None:
+        """Runs a module that is split over tp on all tokens, and adds its sum to this rank's tokens."""
+        full = gather_tokens(self._tp, normed, state.num_tokens)  # [num_tokens, hidden_size]
+        partial = module(full) if state.num_tokens else full
+        state.hidden.add_(reduce_scatter_tokens(self._tp, partial))
+
+    def _dense_stages(self, mlp: GatedMlp) -> tuple[Stage, ...]:
+        def run_dense(state: HalfState) -> None:
+            self._add_partial(state, self._mlp_norm(state.hidden), mlp)
+
+        return self.attend, run_dense
+
+    def _moe_stages(self, layer: MoeLayer) -> tuple[Stage, ...]:
+        def attend_and_route(state: HalfState) -> None:
+            self.attend(state)
+            state.moe = layer.route(self._mlp_norm(state.hidden), state.dummy, state.capacity)
+
+        return attend_and_route, *_exchange_stages(layer)
 
 
-def _feed_forward(norm: RmsNorm, mlp: GatedMlp | MoeLayer) -> tuple[Stage, ...]:
-    if isinstance(mlp, MoeLayer):
-        stages = MoeStages(norm, mlp)
-        return stages.dispatch_send, stages.run_experts, stages.combine_send, stages.combine_recv
-    dense = mlp
-
-    def run_dense(state: HalfState) -> None:
-        state.hidden.add_(dense(norm(state.hidden)))
-
-    return (run_dense,)
-
-
-class MoeStages:
-    """The stages of a MoE layer on a half's state."""
-
-    def __init__(self, norm: RmsNorm, layer: MoeLayer) -> None:
-        self._norm, self._layer = norm, layer
-
-    def dispatch_send(self, state: HalfState) -> None:
-        state.moe = self._layer.dispatch_send(self._norm(state.hidden), state.dummy)
-
-    def run_experts(self, state: HalfState) -> None:
+def _exchange_stages(layer: MoeLayer) -> tuple[Stage, ...]:
+    def dispatch_send(state: HalfState) -> None:
         assert state.moe is not None
-        self._layer.run_experts(state.moe)
+        layer.dispatch_send(state.moe)
 
-    def combine_send(self, state: HalfState) -> None:
+    def run_experts(state: HalfState) -> None:
         assert state.moe is not None
-        self._layer.combine_send(state.moe)
+        layer.run_experts(state.moe)
+        layer.combine_send(state.moe)  # at once: results travel during the other half's experts
 
-    def combine_recv(self, state: HalfState) -> None:
+    def combine_recv(state: HalfState) -> None:
         assert state.moe is not None
-        state.hidden.add_(self._layer.combine_recv(state.moe))
+        state.hidden.add_(layer.combine_recv(state.moe))
         state.moe = None
+
+    return dispatch_send, run_experts, combine_recv

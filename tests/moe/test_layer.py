@@ -115,7 +115,9 @@ def test_interleaved_halves_equal_the_whole() -> None:
     hidden = torch.randn(6, HIDDEN, generator=generator)
 
     def run(parts: list[Tensor]) -> Tensor:
-        states = [layer.dispatch_send(part) for part in parts]
+        states = [layer.route(part) for part in parts]
+        for state in states:
+            layer.dispatch_send(state)
         for state in states:
             layer.run_experts(state)
         for state in states:
