@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,9 +21,11 @@ _FP8_TYPE = "F8_E4M3"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
+Window = tuple[tuple[int, int], ...]  # begin and end along each dimension
+
 
 class WeightSource:
-    """The tensors of one checkpoint, single file or sharded; each is read once, straight into its final place.
+    """The tensors of one checkpoint, single file or sharded, read straight into their final places, whole or in part.
 
     Every fault is a ValueError or FileNotFoundError with one line naming the tensor and the file.
     Use as a context manager: the files stay mapped until it exits.
@@ -34,6 +37,7 @@ class WeightSource:
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self._paths: dict[str, Path] = {}  # tensor name -> its file, for messages
         self._consumed: set[str] = set()
+        self._touched: dict[tuple[str, Window], int] = {}  # bytes of each part that was read
         try:
             for path, names in _shards(folder).items():
                 self._open(path, names)
@@ -60,6 +64,18 @@ class WeightSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the files that were needed so far: a part that is read again comes from memory, and counts once."""
+        return sum(self._touched.values())
+
+    def bytes_by_tensor(self) -> dict[str, int]:
+        """`bytes_read` of each tensor that any was read of."""
+        count: Counter[str] = Counter()
+        for (name, _), size in self._touched.items():
+            count[name] += size
+        return dict(count)
+
     def take(
         self,
         name: str,
@@ -70,27 +86,42 @@ class WeightSource:
         dtype: torch.dtype | None = torch.float32,
     ) -> Tensor:
         """A new tensor: `name` (whole shape `shape`), or its rows and columns. `dtype=None` keeps the stored type."""
-        raw = self._read(name, shape, rows, cols)
+        window = _window(shape, rows, cols)
+        raw = self._read(name, shape, window)
         if raw.dtype == torch.float8_e4m3fn:
-            out = self._dequantise(name, raw, shape, rows, cols)
+            out = self._dequantise(name, raw, shape, window)
         else:
             out = torch.empty(raw.shape, dtype=dtype or raw.dtype).copy_(raw)
         return self._checked(name, out)
 
-    def take_into(self, dest: Tensor, name: str, *, rows: slice | None = None, cols: slice | None = None) -> None:
-        """Copy `name` into `dest` (float32, of the tensor's shape, or the slice's), without a copy in between."""
-        shape = tuple(dest.shape) if rows is None and cols is None else self.shape(name)
-        raw = self._read(name, shape, rows, cols)
+    def take_into(
+        self, dest: Tensor, name: str, shape: tuple[int, ...], *, rows: slice | None = None, cols: slice | None = None
+    ) -> None:
+        """Copy `name` (whole shape `shape`), or its rows and columns, into `dest` without a copy in between.
+
+        dest: float32, of the shape of what is taken.
+        """
+        window = _window(shape, rows, cols)
+        raw = self._read(name, shape, window)
+        assert raw.shape == dest.shape, (name, raw.shape, dest.shape)
         if raw.dtype == torch.float8_e4m3fn:
-            raw = self._dequantise(name, raw, shape, rows, cols)
+            raw = self._dequantise(name, raw, shape, window)
         self._checked(name, dest.copy_(raw))
 
-    def is_copy(self, name: str, other: str) -> bool:
-        """Whether both tensors hold the same values in the same type; marks `name` consumed when they do."""
-        ours, theirs = self._slice(name)[:], self._slice(other)[:]
-        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+    def leave(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check a tensor that another rank reads, from its header alone: it must be here and of this shape."""
+        kind = self._check_header(name, shape)
+        if kind == _FP8_TYPE:
+            self._check_header(self._scale_of(name), _num_blocks(shape))
+
+    def is_copy(self, name: str, other: str, *, rows: slice | None = None) -> bool:
+        """Whether both tensors hold the same values (in `rows`) in the same type; marks `name` consumed if so."""
+        ours, theirs = self._slice(name), self._slice(other)
+        shape = tuple(ours.get_shape())
+        if ours.get_dtype() != theirs.get_dtype() or shape != tuple(theirs.get_shape()):
             return False
-        same = bool(torch.equal(_as_integers(ours), _as_integers(theirs)))
+        window = _window(shape, rows, None)
+        same = bool(torch.equal(_as_integers(self._part(name, window)), _as_integers(self._part(other, window))))
         if same:
             self._consumed.add(name)
         return same
@@ -128,9 +159,10 @@ class WeightSource:
             raise ValueError(f"tensor {name} is missing from {self.folder}")
         return file.get_slice(name)
 
-    def _read(self, name: str, shape: tuple[int, ...], rows: slice | None, cols: slice | None) -> Tensor:
-        part = self._slice(name)
-        found, kind = tuple(part.get_shape()), part.get_dtype()
+    def _check_header(self, name: str, shape: tuple[int, ...]) -> str:
+        """The stored type of `name`, which now counts as consumed."""
+        header = self._slice(name)
+        found, kind = tuple(header.get_shape()), str(header.get_dtype())
         if found != shape:
             raise ValueError(f"tensor {name} in {self._paths[name]} has shape {list(found)}, expected {list(shape)}")
         if kind not in _FLOAT_TYPES and kind != _FP8_TYPE:
@@ -138,25 +170,34 @@ class WeightSource:
                 f"tensor {name} in {self._paths[name]} has dtype {kind}, expected one of F32, F16, BF16, {_FP8_TYPE}"
             )
         self._consumed.add(name)
-        if rows is None and cols is None:
+        return kind
+
+    def _read(self, name: str, shape: tuple[int, ...], window: Window) -> Tensor:
+        self._check_header(name, shape)
+        return self._part(name, window)
+
+    def _part(self, name: str, window: Window) -> Tensor:
+        """A view of the mapped file where it can be one: only what is used of it is read."""
+        part = self._slice(name)
+        if window == tuple((0, size) for size in part.get_shape()):
             raw: Tensor = self._files[name].get_tensor(name)
-        elif cols is None:
-            raw = part[rows]
         else:
-            raw = part[rows or slice(None), cols]
+            raw = part[tuple(slice(begin, end) for begin, end in window)]
+        self._touched[name, window] = raw.numel() * raw.element_size()
         return raw
 
-    def _dequantise(
-        self, name: str, raw: Tensor, shape: tuple[int, ...], rows: slice | None, cols: slice | None
-    ) -> Tensor:
-        """float8 values times the scale of their 128 x 128 block."""
+    def _scale_of(self, name: str) -> str:
         scale_name = name + FP8_SCALE_SUFFIX
         if not self.has(scale_name):
             raise ValueError(f"tensor {name} in {self._paths[name]} is float8 but {scale_name} is missing")
-        blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
-        scale = self.take(scale_name, blocks)  # [blocks of rows, blocks of columns]
-        row_block = torch.arange(shape[0])[rows or slice(None)] // FP8_BLOCK
-        col_block = torch.arange(shape[1])[cols or slice(None)] // FP8_BLOCK
+        return scale_name
+
+    def _dequantise(self, name: str, raw: Tensor, shape: tuple[int, ...], window: Window) -> Tensor:
+        """float8 values times the scale of their 128 x 128 block."""
+        blocks = [range(begin // FP8_BLOCK, -(-end // FP8_BLOCK)) for begin, end in window]
+        rows, cols = (slice(part.start, part.stop) for part in blocks)
+        scale = self.take(self._scale_of(name), _num_blocks(shape), rows=rows, cols=cols)
+        row_block, col_block = (torch.arange(begin, end) // FP8_BLOCK - begin // FP8_BLOCK for begin, end in window)
         return raw.to(torch.float32).mul_(scale[row_block[:, None], col_block])
 
     def _checked(self, name: str, values: Tensor) -> Tensor:
@@ -166,6 +207,14 @@ class WeightSource:
             if num_bad:
                 raise ValueError(f"tensor {name} in {self._paths[name]} has {num_bad} values that are not finite")
         return values
+
+
+def _window(shape: tuple[int, ...], rows: slice | None, cols: slice | None) -> Window:
+    return tuple((part or slice(None)).indices(size)[:2] for size, part in zip(shape, (rows, cols), strict=False))
+
+
+def _num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-size // FP8_BLOCK) for size in shape)
 
 
 def _as_integers(values: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class MlaAttention:
     def __call__(self, hidden: Tensor, prepared: MlaPass, kv: Tensor) -> Tensor:
         """hidden: [num_tokens, hidden_size]; kv: [num_pages, page_size, latent_width], written in place.
 
-        Returns [num_tokens, hidden_size], the output projection included.
+        Returns [num_tokens, hidden_size], the output projection included: this rank's part of the sum over its heads.
         """
         weights = self._weights
         projected = weights.input_proj(hidden)  # [num_tokens, query_width + latent_width]

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from moe.dispatcher import DispatchKind, make_dispatcher
 from mtp.head import MtpHead
+from parallel.group import Group
+from parallel.halves import gather_halves, scatter_sums, split_tokens
+from parallel.layout import RankGroups, solo_groups
+from parallel.ledger import Ledger
 from parallel.linear import Linear, Storage
 from parallel.norm import RmsNorm
 from runtime.attention.meta import AttentionMeta, KvSpec
-from runtime.attention.mla_pass import MlaPass, prepare_pass
 from runtime.models.config import ModelConfig
-from runtime.models.decoder import DecoderLayer, HalfState
-from runtime.models.loader import EMBED_NAME, Embedding, Loader
+from runtime.models.decoder import DecoderLayer
+from runtime.models.embedding import Embedding
+from runtime.models.loader import EMBED_NAME, Loader
+from runtime.models.passes import Passes
 from runtime.models.rope import rotation_table
+from runtime.models.shards import Shards
+from runtime.overlap import run_layers
 from runtime.weights import WeightSource
 
 
 class DeepseekModel:
-    """A target and, when the checkpoint has one, its MTP head; both use the same pages and passes."""
+    """One rank's share of a target and, when the checkpoint has one, of its MTP head; both use the same pages."""
 
     def __init__(
         self,
         config: ModelConfig,
         *,
+        tp: Group,
         embed: Embedding,
         layers: list[DecoderLayer],
         norm: RmsNorm,
         head: Linear,
-        rotations: Tensor,
+        passes: Passes,
         mtp: MtpHead[AttentionMeta] | None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.config = config
         self.mtp = mtp
         self.layers = layers
+        self.passes = passes
+        self._tp, self._ledger = tp, ledger
         self._embed, self._norm, self._head = embed, norm, head
-        self._rotations = rotations  # [max_position_embeddings, qk_rope_head_dim / 2] complex64
 
     @classmethod
     def load(
@@ -43,26 +56,39 @@ class DeepseekModel:
         source: WeightSource,
         config: ModelConfig,
         *,
+        groups: RankGroups | None = None,
         device: str | torch.device = "cpu",
         storage: Storage = "auto",
         with_mtp: bool = True,
+        dispatch: DispatchKind = "auto",
+        ledger: Ledger | None = None,
     ) -> DeepseekModel:
-        """Read every tensor of `source`; `with_mtp=False` leaves the MTP layer out.
+        """Read this rank's share of every tensor of `source`; `with_mtp=False` leaves the MTP layer out.
 
+        `groups=None`: the only rank. The layout must divide the model (`check_layout`). No collective is called.
         Raises ValueError with one line naming the tensor that is missing, unexpected, mis-shaped or not finite, or
         that does not fit `storage`.
         """
         device = torch.device(device)
-        with torch.inference_mode(), Loader(source, config, device, storage) as loader:
+        groups = groups or solo_groups()
+        dispatcher = make_dispatcher(dispatch, groups.ep, config.num_experts, device)
+        shards = Shards(groups)
+        with torch.inference_mode(), Loader(source, config, shards, dispatcher, device, storage) as loader:
             rotations = rotation_table(config.rope, config.qk_rope_head_dim, config.max_position_embeddings, device)
+            passes = Passes(rotations, loader.num_heads, groups.tp)
             embed = loader.embedding(EMBED_NAME)
             layers = [loader.layer(i) for i in range(config.num_hidden_layers)]
             norm = loader.norm("model.norm.weight", config.hidden_size)
             head = loader.head()
-            mtp = _load_mtp(loader, embed, head, rotations) if with_mtp and config.num_mtp_layers else None
+            mtp = None
+            if with_mtp and config.num_mtp_layers:
+                mtp = _load_mtp(loader, groups.tp, embed, head, passes, ledger)
             loader.ignore_known_extras(keep_mtp=with_mtp)
             source.check_consumed()
-        return cls(config, embed=embed, layers=layers, norm=norm, head=head, rotations=rotations, mtp=mtp)
+        return cls(
+            config, tp=groups.tp, embed=embed, layers=layers, norm=norm, head=head, passes=passes, mtp=mtp,
+            ledger=ledger,
+        )
 
     @property
     def kv_spec(self) -> KvSpec:
@@ -72,49 +98,52 @@ class DeepseekModel:
     def allocate_kv(self, num_pages: int, page_size: int) -> list[Tensor]:
         """Zeroed pages: per layer [num_pages, page_size, latent_width] float32; the MTP layer's come last."""
         shape = (num_pages, page_size, self.config.latent_width)
-        return [torch.zeros(shape, device=self._rotations.device) for _ in range(self.kv_spec.num_layers)]
+        return [torch.zeros(shape, device=self.passes.device) for _ in range(self.kv_spec.num_layers)]
 
-    def forward(self, token_ids: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
-        """[num_tokens] int64 -> [num_tokens, hidden_size] after the final norm; writes `kv` at meta.write_index.
+    def forward(self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: list[Tensor]) -> Tensor:
+        """[num_tokens] int64 -> [num_tokens, hidden_size] after the final norm; writes `kv` where the metas say.
 
-        No expert sees the tokens of meta.dummy, and nobody reads their results.
+        One meta, or one for each half: then the tokens of half B follow those of A. The result is whole on every rank
+        of tp. No expert sees the tokens that a meta calls dummy, and nobody reads their results.
         """
-        state = HalfState(self._embed(token_ids), self.prepare(meta), kv, meta.dummy)
-        for layer in self.layers:
-            layer.run(state)
-        return self._norm(state.hidden)
+        sizes = [meta.num_tokens for meta in metas]
+        embedded = scatter_sums(self._tp, [self._embed(ids) for ids in split_tokens(token_ids, sizes)])
+        halves = self.passes.begin(embedded, metas, kv)
+        run_layers(self.layers, halves, self._ledger)
+        return gather_halves(self._tp, [self._norm(half.hidden) for half in halves], sizes)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] from `forward` -> [n, vocab_size] float32."""
+        """[n, hidden_size] from `forward` -> [n, vocab_size / tp] float32: this rank's words, which follow one another
+        in order of rank."""
         return self._head(hidden)
-
-    def prepare(self, meta: AttentionMeta) -> MlaPass:
-        return prepare_pass(meta, self._rotations, self.config.num_attention_heads)
 
 
 class MtpBlock:
-    """The head's decoder layer, with its pass worked out from the step's meta."""
+    """The head's decoder layer, over passes worked out from the step's metas."""
 
-    def __init__(self, layer: DecoderLayer, rotations: Tensor, num_heads: int) -> None:
-        self._layer, self._rotations, self._num_heads = layer, rotations, num_heads
+    def __init__(self, layer: DecoderLayer, passes: Passes, ledger: Ledger | None) -> None:
+        self._layers, self._passes, self._ledger = [layer], passes, ledger
 
-    def __call__(self, hidden: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
-        state = HalfState(hidden, prepare_pass(meta, self._rotations, self._num_heads), kv, meta.dummy)
-        self._layer.run(state)
-        return state.hidden
+    def __call__(self, hidden: list[Tensor], metas: Sequence[AttentionMeta], kv: list[Tensor]) -> list[Tensor]:
+        halves = self._passes.begin(hidden, metas, kv)
+        run_layers(self._layers, halves, self._ledger)
+        return [half.hidden for half in halves]
 
 
-def _load_mtp(loader: Loader, embed: Embedding, head: Linear, rotations: Tensor) -> MtpHead[AttentionMeta]:
+def _load_mtp(
+    loader: Loader, tp: Group, embed: Embedding, head: Linear, passes: Passes, ledger: Ledger | None
+) -> MtpHead[AttentionMeta]:
     config = loader.config
     loader.require_mtp()
     idx = config.num_hidden_layers
     prefix, hidden = f"model.layers.{idx}", config.hidden_size
     return MtpHead(
+        tp=tp,
         embed=loader.own_embedding(f"{prefix}.embed_tokens.weight") or embed,
         embed_norm=loader.norm(f"{prefix}.enorm.weight", hidden),
         hidden_norm=loader.norm(f"{prefix}.hnorm.weight", hidden),
-        input_proj=loader.linear([(f"{prefix}.eh_proj.weight", hidden)], 2 * hidden),
-        block=MtpBlock(loader.layer(idx), rotations, config.num_attention_heads),
+        input_proj=loader.whole_linear(f"{prefix}.eh_proj.weight", hidden, 2 * hidden),
+        block=MtpBlock(loader.layer(idx), passes, ledger),
         final_norm=loader.norm(f"{prefix}.shared_head.norm.weight", hidden),
         output=loader.own_head(f"{prefix}.shared_head.head.weight") or head,
     )

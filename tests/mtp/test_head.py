@@ -88,7 +88,7 @@ class Bench:
         book = PageBook(NUM_PAGES, PAGE_SIZE)
         self.pages = book.pages_for(LENGTH + 8)
         self.kv = self.model.allocate_kv(NUM_PAGES, PAGE_SIZE)
-        self.hidden = self.model.forward(self.token_ids, self.prefill(0, LENGTH), self.kv)  # H_0 .. H_{n-1}
+        self.hidden = self.model.forward(self.token_ids, [self.prefill(0, LENGTH)], self.kv)  # H_0 .. H_{n-1}
 
     def prefill(self, begin: int, end: int) -> AttentionMeta:
         return build_meta(PAGE_SIZE, [], [Row(begin, end - begin, self.pages)])
@@ -111,7 +111,8 @@ def test_single_pass_over_prefill_and_decode(bench: Bench) -> None:
         (bench.prefill(0, 11), 0, 11), (bench.prefill(11, 20), 11, 20),
         (bench.decode(20, 22), 20, 22), (bench.decode(22, 23), 22, 23), (bench.decode(23, 29), 23, 29),
     ):
-        states.append(bench.head.forward(bench.token_ids[begin + 1 : end + 1], bench.hidden[begin:end], meta, bench.kv))
+        next_ids = bench.token_ids[begin + 1 : end + 1]
+        states.append(bench.head.forward(next_ids, bench.hidden[begin:end], [meta], bench.kv))
     got = torch.cat(states)
     assert (got - expected).abs().max() <= TOLERANCE
     logits, expected_logits = bench.head.logits(got), bench.reference.logits(expected)
@@ -126,13 +127,13 @@ def test_recursive_passes_feed_on_the_heads_own_states(bench: Bench) -> None:
     """k = 3: one pass on the target's state, two on the head's own, each a position further."""
     n = 20
     tokens, hidden = bench.token_ids[1 : n + 1].clone(), bench.hidden[:n].clone()
-    bench.head.forward(tokens[:-1], hidden[:-1], bench.prefill(0, n - 1), bench.kv)
-    state = bench.head.forward(tokens[-1:], hidden[-1:], bench.decode(n - 1, n), bench.kv)
+    bench.head.forward(tokens[:-1], hidden[:-1], [bench.prefill(0, n - 1)], bench.kv)
+    state = bench.head.forward(tokens[-1:], hidden[-1:], [bench.decode(n - 1, n)], bench.kv)
     drafts = [int(bench.head.logits(state).argmax())]
     for step in range(2):
         position = n + step
         state = bench.head.forward(
-            torch.tensor(drafts[-1:]), state, bench.decode(position, position + 1), bench.kv
+            torch.tensor(drafts[-1:]), state, [bench.decode(position, position + 1)], bench.kv
         )
         drafts.append(int(bench.head.logits(state).argmax()))
 
@@ -165,7 +166,7 @@ def test_embedding_and_head_are_shared_unless_they_differ(bench: Bench, tmp_path
     meta, kv = bench.prefill(0, 8), model.allocate_kv(NUM_PAGES, PAGE_SIZE)
     token_ids = bench.token_ids[1:9]
     ours = token_ids if change == "copies absent" else 4095 - token_ids  # the flipped table holds the row there
-    got = model.mtp.logits(model.mtp.forward(ours, bench.hidden[:8], meta, kv))
+    got = model.mtp.logits(model.mtp.forward(ours, bench.hidden[:8], [meta], kv))
     expected = bench.reference.logits(bench.reference(token_ids, bench.hidden[:8]))
     if change != "copies absent":
         expected = expected.flip(-1)

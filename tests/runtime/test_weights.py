@@ -29,7 +29,7 @@ def test_slices_equal_slices_of_the_whole(tmp_path: Path) -> None:
     assert torch.equal(source.take("w", (10, 6), rows=slice(7, 10), cols=slice(4, 6)), values.float()[7:, 4:])
     assert source.take("w", (10, 6), dtype=None).dtype == torch.bfloat16
     into = torch.empty(3, 6)
-    source.take_into(into, "w", rows=slice(0, 3))
+    source.take_into(into, "w", (10, 6), rows=slice(0, 3))
     assert torch.equal(into, values.float()[:3])
 
 
@@ -62,7 +62,7 @@ def test_float8_blocks_are_scaled_back(tmp_path: Path) -> None:
     part = source.take("w", (300, 200), rows=slice(100, 290), cols=slice(120, 140))
     assert torch.equal(part, expected[100:290, 120:140])
     into = torch.empty(300, 200)
-    source.take_into(into, "w")
+    source.take_into(into, "w", (300, 200))
     assert torch.equal(into, expected)
     source.check_consumed()  # the scale counts as used
 
@@ -86,7 +86,7 @@ def test_faults_name_the_tensor(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tensor nan in .* has 1 values that are not finite"):
         source.take("nan", (3, 2))
     with pytest.raises(ValueError, match="tensor inf in .* has 2 values that are not finite"):
-        source.take_into(torch.empty(2), "inf")
+        source.take_into(torch.empty(2), "inf", (2,))
     with pytest.raises(ValueError, match="tensor ints in .* has dtype I64"):
         source.take("ints", (2,))
     with pytest.raises(ValueError, match="unexpected tensors in .*model.safetensors: a"):

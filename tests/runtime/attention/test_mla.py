@@ -65,19 +65,19 @@ def test_a_row_with_nan_stays_alone() -> None:
     book = PageBook(20, 4)
     pages = [book.pages_for(12), book.pages_for(12)]
     token_ids = torch.arange(10, 34)
-    clean = model.forward(token_ids, build_meta(4, [], [Row(0, 12, p) for p in pages]), model.allocate_kv(20, 4))
+    clean = model.forward(token_ids, [build_meta(4, [], [Row(0, 12, p) for p in pages])], model.allocate_kv(20, 4))
 
     kv = model.allocate_kv(20, 4)
     broken = model._embed.table.float()
     broken[10:22] = torch.nan  # the tokens of row 0
     healthy, model._embed.table = model._embed.table, broken
-    got = model.forward(token_ids, build_meta(4, [], [Row(0, 12, p) for p in pages]), kv)
+    got = model.forward(token_ids, [build_meta(4, [], [Row(0, 12, p) for p in pages])], kv)
     assert got[:12].isnan().all()
     assert torch.allclose(got[12:], clean[12:], atol=1e-5)
     assert all(layer.isfinite().all() for layer in kv)
 
     model._embed.table = healthy  # the pages of row 0 go to a new request, partly stale, as masked positions
     both = build_meta(4, [Row(11, 1, pages[1]), Row(0, 1, pages[0])], [])
-    again = model.forward(torch.tensor([33, 10]), both, kv)
+    again = model.forward(torch.tensor([33, 10]), [both], kv)
     assert again.isfinite().all()
     assert torch.allclose(again[0], clean[23], atol=1e-4)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from parallel.linear import Storage
 from runtime.models.config import load_model_config
-from runtime.models.decoder import HalfState
 from runtime.models.deepseek import DeepseekModel
 from runtime.weights import WeightSource
 from tests.meta_builder import PageBook, Row, build_meta
@@ -46,8 +45,8 @@ def logits(model: DeepseekModel, length: int = 40) -> Tensor:
     pages = book.pages_for(length)
     kv = model.allocate_kv(20, page_size)
     with torch.inference_mode():
-        first = model.forward(token_ids[:30], build_meta(page_size, [], [Row(0, 30, pages)]), kv)
-        rest = model.forward(token_ids[30:], build_meta(page_size, [Row(30, length - 30, pages)], []), kv)
+        first = model.forward(token_ids[:30], [build_meta(page_size, [], [Row(0, 30, pages)])], kv)
+        rest = model.forward(token_ids[30:], [build_meta(page_size, [Row(30, length - 30, pages)], [])], kv)
         return model.logits(torch.cat([first, rest]))
 
 
@@ -75,24 +74,15 @@ def test_float16_storage_stays_near_float32() -> None:
     assert torch.equal(exact.argmax(-1), half.argmax(-1))
 
 
-def test_halves_run_stage_by_stage_equal_the_whole_pass() -> None:
-    """Two halves interleaved over the layers' stages: what the overlap runner does."""
+def test_two_halves_equal_the_whole_pass() -> None:
     model = load(MINNOW)
     book = PageBook(20, 4)
     rows = [Row(0, 6, book.pages_for(6)), Row(0, 9, book.pages_for(9))]
     token_ids = torch.arange(40, 55)
     with torch.inference_mode():
-        whole = model.forward(token_ids, build_meta(4, [], rows), model.allocate_kv(20, 4))
-        kv = model.allocate_kv(20, 4)
-        halves = [
-            HalfState(model._embed(ids), model.prepare(build_meta(4, [], [row])), kv, None)
-            for ids, row in zip(torch.split(token_ids, [6, 9]), rows, strict=True)
-        ]
-        for layer in model.layers:
-            for stage in layer.stages:
-                for half in halves:
-                    stage(half)
-        got = model._norm(torch.cat([half.hidden for half in halves]))
+        whole = model.forward(token_ids, [build_meta(4, [], rows)], model.allocate_kv(20, 4))
+        halves = [build_meta(4, [], [row]) for row in rows]
+        got = model.forward(token_ids, halves, model.allocate_kv(20, 4))
     assert torch.allclose(got, whole, atol=1e-5)
 
 
@@ -102,9 +92,9 @@ def test_dummy_rows_change_nothing_else() -> None:
     token_ids = torch.arange(40, 50)
     with torch.inference_mode():
         meta = build_meta(4, [], [Row(0, 10, page)])
-        plain = model.forward(token_ids, meta, model.allocate_kv(20, 4))
+        plain = model.forward(token_ids, [meta], model.allocate_kv(20, 4))
         with_dummy = replace(meta, dummy=torch.arange(10) == 9)
-        masked = model.forward(token_ids, with_dummy, model.allocate_kv(20, 4))
+        masked = model.forward(token_ids, [with_dummy], model.allocate_kv(20, 4))
     assert torch.allclose(masked[:9], plain[:9], atol=1e-6)
     assert not torch.allclose(masked[9], plain[9], atol=1e-3)
 

@@ -49,7 +49,7 @@ class Case:
         rows = [[Row(begin, end - begin, self.pages[i]) for i, begin, end in part] for part in (decode, prefill)]
         token_ids = torch.cat([self.prompts[i][begin:end] for i, begin, end in decode + prefill])
         with torch.inference_mode():
-            hidden = self.model.forward(token_ids, build_meta(PAGE_SIZE, *rows), self.kv)
+            hidden = self.model.forward(token_ids, [build_meta(PAGE_SIZE, *rows)], self.kv)
             logits = self.model.logits(hidden)
         expected = torch.cat([self.expected[i][begin:end] for i, begin, end in decode + prefill])
         assert_close(logits, expected)
