@@ -170,6 +170,23 @@ def bench_verify(
     return 0
 
 
+@bench.command("channel")
+def bench_channel(
+    readers: Annotated[int, typer.Option(help="Reader processes.")] = 2,
+    bytes: Annotated[int, typer.Option("--bytes", help="Bytes of each message.")] = 65536,
+    messages: Annotated[int, typer.Option(help="Messages measured.")] = 2000,
+    interval_us: Annotated[int, typer.Option(help="Rest between messages; from 100 on the readers sleep.")] = 0,
+    json: Json = False,
+) -> int:
+    """Time of one message through the shared-memory ring to all readers, as its writer sees it."""
+    from launch.bench_channel import measure
+    from launch.printers import show_figures
+
+    figures = measure(num_readers=readers, num_bytes=bytes, num_messages=messages, interval_us=interval_us)
+    show_figures(figures, json)
+    return 0
+
+
 def _overrides(given: Sequence[str] | None, draft_tokens: int | None, threads: int | None = None) -> list[str]:
     """`--set` values and the flags that are short for one."""
     short = {"draft.tokens": draft_tokens, "engine.threads": threads}
