@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from launch.generate import make_engine
 from runtime.request import GenerateRequest, RequestStats, SamplingParams
 
 if TYPE_CHECKING:
@@ -51,15 +52,13 @@ class _Run:
 
 def measure(config: EngineConfig, options: DecodeOptions) -> dict[str, Any]:
     """Figures of one model, batch and draft length; the median of `repeat` runs. Times exclude loading."""
-    from runtime.engine import Engine
-
     config = replace(config, prefix_cache=False, max_num_seqs=options.batch)
     start = time.perf_counter()
-    engine = Engine(config)
+    engine = make_engine(config)
     load_s = time.perf_counter() - start
     try:
         _check_length(options, engine.sizes.max_model_len)
-        prompts = _prompts(options, engine.loaded.vocab_size)
+        prompts = _prompts(options, engine.facts.vocab_size)
         _generate(engine, prompts, 2)
         short = [_generate(engine, prompts, 1) for _ in range(options.repeat)]
         whole = [_generate(engine, prompts, options.output_len) for _ in range(options.repeat)]
@@ -73,6 +72,7 @@ def _figures(
 ) -> dict[str, Any]:
     t1, tn = (statistics.median(run.wall_s for run in runs) for runs in (short, whole))
     c1, cn = (statistics.median(run.cpu_s for run in runs) for runs in (short, whole))
+    alone = config.layout.ep == 1  # else most of the work is done by processes whose time is not in `cpu_s`
     num_decoded = options.batch * (options.output_len - 1)
     stats = [s for run in whole for s in run.stats]
     drafted, accepted, steps = (sum(getattr(s, name) for s in stats) for name in ("drafted", "accepted", "steps"))
@@ -81,6 +81,9 @@ def _figures(
         "device": config.device,
         "storage": config.storage,
         "threads": config.threads,
+        "tp": config.tp,
+        "dp": config.dp,
+        "split": config.split,
         "batch": options.batch,
         "prompt_len": options.prompt_len,
         "output_len": options.output_len,
@@ -88,7 +91,7 @@ def _figures(
         "draft_tokens": config.k,
         "prefill_tokens_per_s": round(options.batch * options.prompt_len / t1, 1),
         "decode_tokens_per_s": round(num_decoded / (tn - t1), 1) if num_decoded and tn > t1 else None,
-        "decode_tokens_per_cpu_s": round(num_decoded / (cn - c1), 1) if num_decoded and cn > c1 else None,
+        "decode_tokens_per_cpu_s": round(num_decoded / (cn - c1), 1) if num_decoded and cn > c1 and alone else None,
         "acceptance_rate": round(accepted / drafted, 4) if drafted else None,
         "tokens_per_step": round(sum(s.num_output_tokens - 1 for s in stats) / steps, 4) if steps else None,
         "t1_s": round(t1, 4),

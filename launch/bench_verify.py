@@ -46,6 +46,7 @@ class VerifyOptions:
 def measure(config: LaunchConfig, options: VerifyOptions) -> dict[str, Any]:
     """Pass times in ms by batch and tokens a row, acceptance by draft position, and the gain they allow."""
     from runtime.engine import Engine
+    from runtime.loading import load_model
     from runtime.models.config import load_model_config
 
     flags = {"max_tokens": options.max_tokens, "ignore_eos": True}
@@ -59,9 +60,10 @@ def measure(config: LaunchConfig, options: VerifyOptions) -> dict[str, Any]:
     config = config.model_copy(update={"draft": draft})
     outcomes, requests = prepare(GenerateOptions(prompts_file=options.prompts_file, flags=flags), config)
     engine_config = config.engine_config()
-    engine = Engine(engine_config)
+    loaded = load_model(engine_config)
+    engine = Engine(engine_config, loaded)
     try:
-        passes = _pass_times(engine.loaded.model, model.vocab_size, engine.loaded.device, options.context)
+        passes = _pass_times(loaded.model, model.vocab_size, loaded.device, options.context)
         accepted = _acceptance(engine, outcomes, requests) if tokens else []
     finally:
         engine.close()
@@ -131,7 +133,7 @@ def _pass_times(model: TargetModel, vocab_size: int, device: torch.device, conte
 def _time_pass(model: TargetModel, token_ids: torch.Tensor, meta: AttentionMeta, kv: list[torch.Tensor]) -> float:
     """ms of a pass with the logits of all its tokens, which acceptance needs."""
     start = time.perf_counter()
-    logits = model.logits(model.forward(token_ids, meta, kv))
+    logits = model.logits(model.forward(token_ids, (meta,), kv))
     if logits.is_cuda:
         torch.cuda.synchronize()
     return 1000 * (time.perf_counter() - start)

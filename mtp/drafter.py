@@ -15,15 +15,16 @@ from torch import Tensor
 
 RankSet = Literal["all", "leader"]
 DrawDraft = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(i, raw logits [R, V] of draft i, drafts [R, i] before it) -> (tokens [R], processed logits [R, V])."""
+"""(i, this rank's part of the raw logits of draft i [R, V / tp], drafts [R, i] before it)
+-> (tokens [R], processed logits [r, V] of the r rows that this rank decides)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """Drafts of R rows, and the processed logits that they were drawn from (None when no row needs them)."""
+    """Drafts of R rows; the processed logits that they were drawn from, of this rank's r rows (None: not needed)."""
 
     token_ids: Tensor  # [R, k] int64
-    logits: Tensor | None  # [R, k, V]
+    logits: Tensor | None  # [r, k, V]
 
 
 class Drafter(Protocol):
@@ -37,13 +38,13 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, k: int, carried: Mapping[str, Tensor], draw: DrawDraft, meta_at: Callable[[int], Any], kv: Any,
+        self, k: int, carried: Mapping[str, Tensor], draw: DrawDraft, metas_at: Callable[[int], Any], kv: Any,
         *, keep_logits: bool,
     ) -> Drafts:
-        """`k` drafts for each row of `carried`; `meta_at(i)` places the pass whose logits draw draft i >= 1."""
+        """`k` drafts for each row of `carried`; `metas_at(i)` places the pass whose logits draw draft i >= 1."""
         ...
 
-    def update(self, token_ids: Tensor, hidden: Tensor, meta: Any, kv: Any, carry_index: Tensor) -> dict[str, Tensor]:
+    def update(self, token_ids: Tensor, hidden: Tensor, metas: Any, kv: Any, carry_index: Tensor) -> dict[str, Tensor]:
         """Run over the target's rows after acceptance.
 
         token_ids [T] are the target's shifted left by one, hidden [T, hidden_size] the target's states; carry_index
@@ -55,41 +56,38 @@ class Drafter(Protocol):
 class Head(Protocol):
     """What an MTP head must offer (mtp/head.py)."""
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, meta: Any, kv: Any) -> Tensor: ...
+    def forward(self, token_ids: Tensor, hidden: Tensor, metas: Any, kv: Any) -> Tensor: ...
 
     def logits(self, state: Tensor) -> Tensor: ...
 
 
 class MtpDrafter:
-    """One MTP head: the first draft from the carried logits, the others by passes of the head on its own states."""
+    """One MTP head: the first draft from the carried state, the others by passes of the head on its own states."""
 
     lookahead = 1
     ranks: RankSet = "all"
 
-    def __init__(self, head: Head, *, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, head: Head, *, hidden_size: int) -> None:
         self._head = head
-        self._shapes = {"logits": (vocab_size,), "state": (hidden_size,)}
+        self._shapes = {"state": (hidden_size,)}
 
     def carried_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
     def propose(
-        self, k: int, carried: Mapping[str, Tensor], draw: DrawDraft, meta_at: Callable[[int], Any], kv: Any,
+        self, k: int, carried: Mapping[str, Tensor], draw: DrawDraft, metas_at: Callable[[int], Any], kv: Any,
         *, keep_logits: bool,
     ) -> Drafts:
-        logits, state = carried["logits"], carried["state"]  # [R, V], [R, hidden_size]
-        drafts = torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
+        state = carried["state"]  # [R, hidden_size]
+        drafts = torch.empty((len(state), 0), dtype=torch.int64, device=state.device)
         kept: list[Tensor] = []
         for i in range(k):
             if i > 0:
-                state = self._head.forward(drafts[:, -1], state, meta_at(i), kv)
-                logits = self._head.logits(state)
-            tokens, processed = draw(i, logits, drafts)
+                state = self._head.forward(drafts[:, -1], state, metas_at(i), kv)
+            tokens, processed = draw(i, self._head.logits(state), drafts)
             drafts = torch.cat((drafts, tokens.unsqueeze(1)), 1)
             kept.append(processed)
         return Drafts(token_ids=drafts, logits=torch.stack(kept, 1) if keep_logits and kept else None)
 
-    def update(self, token_ids: Tensor, hidden: Tensor, meta: Any, kv: Any, carry_index: Tensor) -> dict[str, Tensor]:
-        states = self._head.forward(token_ids, hidden, meta, kv)
-        state = states[carry_index]
-        return {"logits": self._head.logits(state), "state": state}
+    def update(self, token_ids: Tensor, hidden: Tensor, metas: Any, kv: Any, carry_index: Tensor) -> dict[str, Tensor]:
+        return {"state": self._head.forward(token_ids, hidden, metas, kv)[carry_index]}

@@ -1,13 +1,38 @@
-"""The way of a plan to its rank and of a result back, when controller and rank share a process."""
+"""The way of a step's plans to its ranks and of their results back; here: to a rank in this process."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 
 from runtime.executor import Executor
 from runtime.plan import StepPlan, StepResult, decode, encode
+
+
+class RankFailure(RuntimeError):
+    """A rank died, stopped or raised; the message is one line naming the rank and what it was doing."""
+
+
+class Channel(Protocol):
+    """Steps go out and come back in order, one plan and one result for each dp group."""
+
+    def send(self, plans: Sequence[StepPlan]) -> None:
+        """Start a step. Raises what an earlier step raised after its counts were out."""
+        ...
+
+    def receive(self) -> list[StepResult]:
+        """Results of the oldest step in flight; waits for them. Raises RankFailure, or what the step raised."""
+        ...
+
+    def raise_failure(self) -> None:
+        """Raise what a step has raised, on every call from then on: no later plan can be trusted to run."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class LocalChannel:
@@ -20,6 +45,7 @@ class LocalChannel:
         self._executor = executor
         self._through_codec = through_codec
         self._failure: BaseException | None = None
+        self._in_flight: deque[Future[StepResult]] = deque()
         self._pool = None
         if inline:
             torch.set_num_threads(threads)
@@ -27,21 +53,23 @@ class LocalChannel:
             self._pool = ThreadPoolExecutor(1, "lockstep-rank", initializer=torch.set_num_threads, initargs=(threads,))
 
     def raise_failure(self) -> None:
-        """Raise what a step has raised, on every call from then on: no later plan can be trusted to run."""
         if self._failure is not None:
             raise self._failure
 
-    def send(self, plan: StepPlan) -> Future[StepResult]:
-        """Start a step. Raises what an earlier step raised after its counts were out."""
+    def send(self, plans: Sequence[StepPlan]) -> None:
         self.raise_failure()
+        (plan,) = plans
         if self._through_codec:
             plan = decode(encode(plan))
         counts: Future[StepResult] = Future()
+        self._in_flight.append(counts)
         if self._pool is None:
             self._run(plan, counts)
         else:
             self._pool.submit(self._run, plan, counts)
-        return counts
+
+    def receive(self) -> list[StepResult]:
+        return [self._in_flight.popleft().result()]
 
     def close(self) -> None:
         """Wait for the steps in flight; none can be sent after them."""

@@ -5,22 +5,21 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 
-from runtime.channel import LocalChannel
+from runtime.channel import Channel, LocalChannel, RankFailure
 from runtime.config import EngineConfig
-from runtime.device_state import DeviceState
-from runtime.executor import Executor
-from runtime.loading import LoadedModel, load_model
+from runtime.loading import LoadedModel, ModelFacts, load_model
 from runtime.output import OutputState
 from runtime.plan import StepResult
+from runtime.rank import build_executor
 from runtime.request import FinishReason, GenerateRequest, TokenChunk
 from runtime.request_state import RequestState
 from runtime.sampling_params import check_vocabulary, encode_params
-from runtime.scheduler import CommittedRow, Scheduler, SchedulerLimits
+from runtime.scheduler import CommittedRow, SchedulerLimits
 from runtime.serve.detokenizer import OutputText
 from runtime.sizing import Sizes, choose_sizes
+from runtime.step_planner import StepPlanner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +29,29 @@ class _Live:
     stream: RequestStream
 
 
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """Ranks in other processes: what they serve, what fits into each of them, and the way to them."""
+
+    facts: ModelFacts
+    sizes: Sizes
+    channel: Channel
+
+
 class Engine:
     """Continuous batching over one model. Single-threaded: whoever reads a stream drives the steps."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel | None = None, *, deployment: Deployment | None = None
+    ) -> None:
+        """One rank in this process, of `loaded` or of the model that `config` names, or the ranks of `deployment`."""
         self.config = config
-        self.loaded = loaded if loaded is not None else load_model(config)
-        self.sizes: Sizes = choose_sizes(config, self.loaded)
-        self._scheduler = _scheduler(config, self.loaded, self.sizes)
-        self._channel = LocalChannel(
-            _executor(config, self.loaded, self.sizes), threads=config.threads, inline=not config.plans_ahead,
-            through_codec=config.debug,
-        )
+        if deployment is None:
+            deployment = _alone(config, loaded if loaded is not None else load_model(config))
+        self.facts, self.sizes, self._channel = deployment.facts, deployment.sizes, deployment.channel
+        self._planner = StepPlanner(config, _limits(config, self.facts, self.sizes))
         self._depth = 1 if config.plans_ahead else 0  # steps in flight while the next one is planned
-        self._steps: deque[Future[StepResult]] = deque()
+        self._num_in_flight = 0
         self._live: dict[str, _Live] = {}
         self._unsent: list[TokenChunk] = []
         self._seeds = random.SystemRandom()
@@ -53,14 +61,14 @@ class Engine:
         if request.request_id in self._live:
             raise ValueError(f"request_id {request.request_id!r} is already running")
         limit = self._admissible_limit(request)
-        check_vocabulary(request.sampling, self.loaded.vocab_size)
-        eos = self.loaded.eos_token_ids
+        check_vocabulary(request.sampling, self.facts.vocab_size)
+        eos = self.facts.eos_token_ids
         text = self._output_text(request)
         params = encode_params(
             request.sampling, prompt_len=len(request.prompt_token_ids),
             default_seed=self._seeds.getrandbits(63), eos_token_ids=eos,
         )
-        state = self._scheduler.add(request, limit=limit, params=params)
+        state = self._planner.add(request, limit=limit, params=params)
         output = OutputState(request, limit=limit, eos_token_ids=eos, text=text, k=self.config.k)
         stream = RequestStream(self, request.request_id)
         self._live[request.request_id] = _Live(state=state, output=output, stream=stream)
@@ -77,33 +85,46 @@ class Engine:
 
         Raises what a step raised, every time from then on.
         """
-        self._channel.raise_failure()
-        plan = self._scheduler.schedule()
-        if plan is not None:
-            self._steps.append(self._channel.send(plan))
-        chunks, self._unsent = self._unsent, []
-        if self._steps and (plan is None or len(self._steps) > self._depth):
-            result = self._steps.popleft().result()
-            for row in self._scheduler.commit(result):
-                chunks.append(self._chunk(row, result))
+        try:
+            self._channel.raise_failure()
+            plans = self._planner.schedule()
+            if plans is not None:
+                self._channel.send(plans)
+                self._num_in_flight += 1
+            chunks, self._unsent = self._unsent, []
+            if self._num_in_flight and (plans is None or self._num_in_flight > self._depth):
+                self._num_in_flight -= 1
+                for row, result in self._planner.commit(self._channel.receive()):
+                    chunks.append(self._chunk(row, result))
+        except RankFailure as failure:
+            if not self._live:
+                raise
+            return self._fail_all(str(failure))
         if self.config.debug:
-            self._scheduler.check()
+            self._planner.check()
         return chunks
 
     def has_work(self) -> bool:
         """Whether a step would do anything: requests are open, steps in flight, or chunks not handed out."""
-        return bool(self._live or self._steps or self._unsent)
+        return bool(self._live or self._num_in_flight or self._unsent)
 
     def close(self) -> None:
         self._channel.close()
 
     def pages_and_slots_in_use(self) -> tuple[int, int]:
-        slots = self._scheduler.slots
-        return slots.pool.num_in_use, slots.num_slots_in_use
+        return self._planner.pages_and_slots_in_use()
 
     @property
-    def scheduler(self) -> Scheduler:
-        return self._scheduler
+    def planner(self) -> StepPlanner:
+        return self._planner
+
+    def _fail_all(self, message: str) -> list[TokenChunk]:
+        """End every open request with what befell the ranks; no step is in flight any more."""
+        self._num_in_flight = 0
+        chunks, self._unsent = self._unsent, []
+        for live in list(self._live.values()):
+            chunks.append(self._end(live, live.output.fail(FinishReason.ERROR, message)))
+        return chunks
 
     def _chunk(self, row: CommittedRow, result: StepResult) -> TokenChunk:
         live = self._live[row.state.request.request_id]
@@ -117,7 +138,7 @@ class Engine:
         stats = live.output.stats(
             num_cached_tokens=live.state.num_cached_tokens, num_preemptions=live.state.num_preemptions
         )
-        self._scheduler.finish(live.state)
+        self._planner.finish(live.state)
         del self._live[chunk.request_id]
         return self._deliver(live, chunk.with_stats(stats))
 
@@ -135,9 +156,9 @@ class Engine:
                 f"prompt of {len(prompt)} tokens: expected at most {max_len - 1} (max_model_len {max_len} less one to "
                 "generate)"
             )
-        outside = [t for t in prompt if not (isinstance(t, int) and 0 <= t < self.loaded.vocab_size)]
+        outside = [t for t in prompt if not (isinstance(t, int) and 0 <= t < self.facts.vocab_size)]
         if outside:
-            most = self.loaded.vocab_size - 1
+            most = self.facts.vocab_size - 1
             raise ValueError(f"prompt has token id {outside[0]!r}: expected an integer in 0..{most}")
         max_tokens = request.sampling.max_tokens
         limit = max_len if max_tokens is None else min(max_len, len(prompt) + max_tokens)
@@ -150,7 +171,7 @@ class Engine:
         return limit
 
     def _output_text(self, request: GenerateRequest) -> OutputText | None:
-        factory = self.loaded.detokenizers
+        factory = self.facts.detokenizers
         if factory is None:
             if request.sampling.stop:
                 raise ValueError("stop strings need a tokenizer.json beside the model")
@@ -180,20 +201,21 @@ class RequestStream(Iterator[TokenChunk]):
         return chunk
 
 
-def _scheduler(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Scheduler:
-    return Scheduler(
-        SchedulerLimits(
-            max_num_seqs=config.max_num_seqs, max_model_len=sizes.max_model_len, page_size=config.page_size,
-            num_pages=sizes.num_pages, prefill_chunk_size=config.prefill_chunk_size, k=config.k,
-            lookahead=loaded.drafter.lookahead if loaded.drafter is not None else 0, prefix_cache=config.prefix_cache,
-        )
+def _alone(config: EngineConfig, loaded: LoadedModel) -> Deployment:
+    """The only rank, in this process."""
+    if config.layout.ep > 1:
+        raise ValueError(f"dp = {config.dp}, tp = {config.tp}: an engine in one process runs one rank")
+    sizes = choose_sizes(config, loaded.facts)
+    channel = LocalChannel(
+        build_executor(config, loaded, sizes), threads=config.threads, inline=not config.plans_ahead,
+        through_codec=config.debug,
     )
+    return Deployment(facts=loaded.facts, sizes=sizes, channel=channel)
 
 
-def _executor(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Executor:
-    state = DeviceState(
-        num_slots=config.max_num_seqs + 1, max_model_len=sizes.max_model_len, page_size=config.page_size,
-        vocab_size=loaded.vocab_size, device=loaded.device, debug=config.debug,
-        carried_shapes=loaded.drafter.carried_shapes() if loaded.drafter is not None else {},
+def _limits(config: EngineConfig, facts: ModelFacts, sizes: Sizes) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs, max_model_len=sizes.max_model_len, page_size=config.page_size,
+        num_pages=sizes.num_pages, prefill_chunk_size=config.prefill_chunk_size, k=config.k,
+        lookahead=facts.lookahead, prefix_cache=config.prefix_cache,
     )
-    return Executor(loaded.model, loaded.drafter, state, sizes.num_pages)

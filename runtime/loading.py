@@ -1,4 +1,4 @@
-"""From a model folder to what the engine runs: target, drafter, tokenizer."""
+"""From a model folder to what the engine runs: facts for the controller; target and drafter for a rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from mtp.drafter import Drafter, MtpDrafter
+from parallel.layout import RankGroups
+from runtime.attention.meta import KvSpec
 from runtime.config import EngineConfig
 from runtime.executor import TargetModel
-from runtime.models.config import load_model_config
+from runtime.models.config import ModelConfig, load_model_config
 from runtime.models.deepseek import DeepseekModel
 from runtime.serve.detokenizer import DetokenizerFactory
 from runtime.serve.tokenizer import load_tokenizer
@@ -17,45 +19,80 @@ from runtime.weights import WeightSource
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A target with its drafter. `detokenizers` is None for a folder without a tokenizer: no text, ids only."""
+class ModelFacts:
+    """What the controller must know of a model; no weight is read for it.
 
-    model: TargetModel
-    drafter: Drafter | None
-    device: torch.device
+    `lookahead`: tokens after a position that the drafter's cache entry depends on, 0 without drafts. `detokenizers` is
+    None for a folder without a tokenizer: no text, ids only.
+    """
+
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    kv_spec: KvSpec
+    lookahead: int
     detokenizers: DetokenizerFactory | None
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Read the weights that `config` needs; the MTP layer only if it drafts.
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A target with its drafter, on one rank."""
+
+    facts: ModelFacts
+    model: TargetModel
+    drafter: Drafter | None
+    device: torch.device
+    bytes_read: int = 0
+
+
+def read_facts(config: EngineConfig) -> ModelFacts:
+    """Raises ValueError or FileNotFoundError naming the file or key at fault."""
+    model = _model_config(config)
+    has_tokenizer = (config.model / "tokenizer.json").exists()
+    return ModelFacts(
+        vocab_size=model.vocab_size, max_position_embeddings=model.max_position_embeddings,
+        eos_token_ids=model.eos_token_ids, kv_spec=_kv_spec(model, with_mtp=config.k > 0),
+        lookahead=MtpDrafter.lookahead if config.k else 0,
+        detokenizers=DetokenizerFactory(load_tokenizer(config.model)) if has_tokenizer else None,
+    )
+
+
+def load_model(config: EngineConfig, groups: RankGroups | None = None) -> LoadedModel:
+    """Read this rank's share of the weights; of the MTP layer only if it drafts. `groups=None`: the only rank.
 
     Raises ValueError or FileNotFoundError naming the file, tensor or key at fault.
     """
+    model_config = _model_config(config)
+    device = _device(config.device)
+    torch.set_num_threads(config.threads)
+    with torch.inference_mode(), WeightSource(config.model) as source:
+        model = DeepseekModel.load(
+            source, model_config, groups=groups, device=device, storage=config.storage,
+            with_mtp=config.k > 0,
+        )
+        bytes_read = source.bytes_read
+    drafter = None
+    if config.k:
+        assert model.mtp is not None
+        drafter = MtpDrafter(model.mtp, hidden_size=model_config.hidden_size)
+    return LoadedModel(
+        facts=read_facts(config), model=model, drafter=drafter, device=device, bytes_read=bytes_read
+    )
+
+
+def _kv_spec(model: ModelConfig, *, with_mtp: bool) -> KvSpec:
+    """Every rank of an attention group holds the latents of all its tokens."""
+    return KvSpec(num_layers=model.num_hidden_layers + with_mtp, width=model.latent_width, dtype_bytes=4)
+
+
+def _model_config(config: EngineConfig) -> ModelConfig:
     model_config = load_model_config(config.model)
     if config.k and not model_config.num_mtp_layers:
         raise ValueError(
             f"draft_tokens = {config.draft_tokens}: {config.model} has no MTP layer (num_nextn_predict_layers = 0); "
             "set draft_tokens to 0"
         )
-    device = _device(config.device)
-    torch.set_num_threads(config.threads)
-    with torch.inference_mode(), WeightSource(config.model) as source:
-        model = DeepseekModel.load(
-            source, model_config, device=device, storage=config.storage, with_mtp=config.k > 0
-        )
-    drafter = None
-    if config.k:
-        assert model.mtp is not None
-        drafter = MtpDrafter(model.mtp, vocab_size=model_config.vocab_size, hidden_size=model_config.hidden_size)
-    has_tokenizer = (config.model / "tokenizer.json").exists()
-    return LoadedModel(
-        model=model, drafter=drafter, device=device, vocab_size=model_config.vocab_size,
-        max_position_embeddings=model_config.max_position_embeddings, eos_token_ids=model_config.eos_token_ids,
-        detokenizers=DetokenizerFactory(load_tokenizer(config.model)) if has_tokenizer else None,
-    )
+    return model_config
 
 
 def _device(name: str) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,11 +20,13 @@ from runtime.sampling_params import PARAM_DTYPE
 Int32Array = NDArray[np.int32]
 
 MAGIC = b"LSPL"
-VERSION = 1
-_SCALARS = struct.Struct("<4sHHqiiiiI")  # magic, version, flags, step, k, verify rows, logprobs, arrays, body bytes
+VERSION = 2
+# magic, version, flags, step, k, verify rows, logprobs, capacities (3), arrays, body bytes
+_SCALARS = struct.Struct("<4sHHqiiiiiiiI4x")
 _CHECKSUM = struct.Struct("<I")  # of the scalars and the body
 _HEADER_SIZE = _SCALARS.size + _CHECKSUM.size
 _FLAG_SPLIT = 1
+_FLAG_CAPACITIES = 2
 _ALIGN = 8
 
 
@@ -65,7 +67,11 @@ _DTYPES["new_bias_values"] = np.dtype(np.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One step for all ranks: scalars that shape every collective, and the arrays."""
+    """One step of one dp group: scalars that shape every collective, and the arrays.
+
+    The plans of all groups for a step agree in the scalars, but for `num_verify` and `num_logprobs`. `capacities`: the
+    most tokens that any group has in half A (or the whole pass), in half B, and in a drafter's single-token pass.
+    """
 
     step_id: int
     k: int
@@ -73,6 +79,7 @@ class StepPlan:
     num_logprobs: int  # largest asked for in this step; -1: none
     split: bool
     arrays: PlanArrays
+    capacities: tuple[int, int, int] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -88,9 +95,10 @@ def encode(plan: StepPlan) -> bytes:
             raw = array.tobytes()
             parts += (raw, b"\0" * (-len(raw) % _ALIGN))
     body = b"".join(parts)
-    flags = _FLAG_SPLIT if plan.split else 0
+    flags = _FLAG_SPLIT * plan.split | _FLAG_CAPACITIES * (plan.capacities is not None)
     scalars = _SCALARS.pack(
-        MAGIC, VERSION, flags, plan.step_id, plan.k, plan.num_verify, plan.num_logprobs, len(arrays), len(body)
+        MAGIC, VERSION, flags, plan.step_id, plan.k, plan.num_verify, plan.num_logprobs,
+        *(plan.capacities or (0, 0, 0)), len(arrays), len(body),
     )
     return b"".join((scalars, _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(scalars))), body))
 
@@ -99,7 +107,7 @@ def decode(data: bytes | memoryview) -> StepPlan:
     """The plan in `data`. Raises ValueError saying which field is wrong; nothing in it is ever executed."""
     if len(data) < _HEADER_SIZE:
         raise ValueError(f"plan of {len(data)} bytes is shorter than its header of {_HEADER_SIZE}")
-    magic, version, flags, step_id, k, num_verify, num_logprobs, count, size = _SCALARS.unpack_from(data)
+    magic, version, flags, step_id, k, num_verify, num_logprobs, *capacities, count, size = _SCALARS.unpack_from(data)
     if magic != MAGIC or version != VERSION or count != len(_DTYPES):
         raise ValueError(f"not a plan of version {VERSION}: magic {magic!r}, version {version}, {count} arrays")
     view = memoryview(data)
@@ -109,14 +117,36 @@ def decode(data: bytes | memoryview) -> StepPlan:
     if len(body) != size or checksum != expected:
         raise ValueError(f"plan {step_id} is damaged: {len(body)} bytes of {size}, checksum {checksum} of {expected}")
     plan = StepPlan(
-        step_id=step_id, k=k, num_verify=num_verify, num_logprobs=num_logprobs, split=flags == _FLAG_SPLIT,
+        step_id=step_id, k=k, num_verify=num_verify, num_logprobs=num_logprobs, split=bool(flags & _FLAG_SPLIT),
         arrays=_read_arrays(step_id, body),
+        capacities=(capacities[0], capacities[1], capacities[2]) if flags & _FLAG_CAPACITIES else None,
     )
-    if flags & ~_FLAG_SPLIT or k < 0 or not 0 <= num_verify <= plan.num_rows:
+    if flags & ~(_FLAG_SPLIT | _FLAG_CAPACITIES) or k < 0 or not 0 <= num_verify <= plan.num_rows:
         raise ValueError(
             f"plan {step_id}: flags = {flags:#x}, k = {k}, num_verify = {num_verify} of {plan.num_rows} rows"
         )
     return plan
+
+
+def encode_step(plans: Sequence[StepPlan]) -> bytes:
+    """All groups' plans of one step: how many, the length of each, then the plans at 8-byte boundaries."""
+    encoded = [encode(plan) for plan in plans]
+    lengths = np.array([len(encoded), *(len(e) for e in encoded)], np.int64).tobytes()
+    return b"".join((lengths, *(part for e in encoded for part in (e, b"\0" * (-len(e) % _ALIGN)))))
+
+
+def decode_section(data: bytes | memoryview, group: int) -> StepPlan:
+    """The plan of one group in what `encode_step` made. Raises ValueError saying what is wrong."""
+    view = memoryview(data)
+    count = int(np.frombuffer(view, np.int64, 1)[0]) if len(view) >= 8 else 0
+    if not group < count <= (len(view) - 8) // 8:
+        raise ValueError(f"step of {len(view)} bytes with {count} sections: expected one for group {group}")
+    lengths = np.frombuffer(view, np.int64, count, 8)
+    begins = 8 * (1 + count) + np.concatenate(([0], np.cumsum(lengths + -lengths % _ALIGN)))
+    if lengths.min() < 0 or begins[-1] != len(view):
+        raise ValueError(f"step of {len(view)} bytes: sections of {lengths.tolist()} bytes do not fill it")
+    begin = int(begins[group])
+    return decode(view[begin : begin + int(lengths[group])])
 
 
 def _read_arrays(step_id: int, body: memoryview) -> PlanArrays:

@@ -17,6 +17,7 @@ class RequestState:
     """Mutable books of one live request. `tokens` are committed; a preempted request keeps nothing else."""
 
     request: GenerateRequest
+    group: int  # its dp group
     arrival: int
     limit: int  # committed length at which the request ends, whatever it says
     params: EncodedParams

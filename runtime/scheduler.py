@@ -15,6 +15,8 @@ from runtime.request_state import RequestState
 from runtime.sampling_params import EncodedParams
 from runtime.slots import SlotArray, SlotTables
 
+_NO_SLOTS: SlotArray = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
@@ -73,10 +75,10 @@ class Scheduler:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
 
-    def add(self, request: GenerateRequest, *, limit: int, params: EncodedParams) -> RequestState:
-        """Queue a request that ends at `limit` committed tokens at the latest."""
+    def add(self, request: GenerateRequest, *, limit: int, params: EncodedParams, group: int = 0) -> RequestState:
+        """Queue a request that ends at `limit` committed tokens at the latest; `group` is this scheduler's."""
         state = RequestState(
-            request=request, arrival=self._arrivals, limit=limit, params=params,
+            request=request, group=group, arrival=self._arrivals, limit=limit, params=params,
             tokens=list(request.prompt_token_ids),
         )
         self._arrivals += 1
@@ -91,6 +93,15 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting) or self.num_running > 0
 
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or run."""
+        return len(self.waiting) + self.num_running
+
+    def schedule_nothing(self) -> StepPlan:
+        """A step without rows, for when another group has work; pages and slots given up travel with it."""
+        return self._publishable(PlanBuilder(self.limits.k), _NO_SLOTS, _NO_SLOTS)
+
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run before a step in flight retires."""
         builder = PlanBuilder(self.limits.k)
@@ -99,6 +110,9 @@ class Scheduler:
         if builder.num_rows + len(rows) == 0:
             assert self._in_flight or not self.has_work, "requests wait but no step can run"
             return None
+        return self._publishable(builder, rows, bounds)
+
+    def _publishable(self, builder: PlanBuilder, rows: SlotArray, bounds: NDArray[np.int64]) -> StepPlan:
         self._last_step += 1
         plan = builder.build(
             self._last_step, verify_slots=rows, verify_bounds=bounds, freed_slots=self._freed_slots,

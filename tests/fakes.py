@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtp.drafter import MtpDrafter
 from runtime.attention.meta import AttentionMeta, KvSpec
-from runtime.loading import LoadedModel
+from runtime.loading import LoadedModel, ModelFacts
 from runtime.serve.detokenizer import DetokenizerFactory
 
 _DECAY = 0.7
@@ -41,16 +41,12 @@ class ToyModel:
         self.bias = torch.zeros(vocab_size, dtype=torch.float64)
         self.noise = random(hidden_size, vocab_size) / hidden_size
 
-    @property
-    def kv_spec(self) -> KvSpec:
-        return KvSpec(num_layers=2, width=self.hidden_size, dtype_bytes=8)
-
     def allocate_kv(self, num_pages: int, page_size: int) -> list[Tensor]:
         return [torch.full((num_pages, page_size, self.hidden_size), 1e6, dtype=torch.float64) for _ in range(2)]
 
-    def forward(self, token_ids: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
+    def forward(self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: list[Tensor]) -> Tensor:
         entries = self.embedding[token_ids]
-        return torch.tanh(entries @ self.own + attend(entries, meta, kv[0]) @ self.past)
+        return torch.tanh(entries @ self.own + attend(entries, metas, kv[0]) @ self.past)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return (hidden @ self.out + self.bias).float()
@@ -74,10 +70,12 @@ class ToyHead:
         self._model = model
         self._out = model.out + error * model.noise
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, metas: Sequence[AttentionMeta], kv: list[Tensor]
+    ) -> Tensor:
         model = self._model
         entries = model.embedding[token_ids] + 0.05 * hidden
-        return torch.tanh(entries @ model.own + attend(entries, meta, kv[1]) @ model.past)
+        return torch.tanh(entries @ model.own + attend(entries, metas, kv[1]) @ model.past)
 
     def plain_states(self, next_tokens: Sequence[int], hidden: Tensor) -> Tensor:
         entries = self._model.embedding[torch.tensor(next_tokens)] + 0.05 * hidden
@@ -87,7 +85,13 @@ class ToyHead:
         return (state @ self._out).float()
 
 
-def attend(entries: Tensor, meta: AttentionMeta, cache: Tensor) -> Tensor:
+def attend(entries: Tensor, metas: Sequence[AttentionMeta], cache: Tensor) -> Tensor:
+    """Of one pass or two halves, one after the other: [T, width] -> [T, width]."""
+    parts = torch.split(entries, [meta.num_tokens for meta in metas])
+    return torch.cat([attend_half(part, meta, cache) for part, meta in zip(parts, metas, strict=True)])
+
+
+def attend_half(entries: Tensor, meta: AttentionMeta, cache: Tensor) -> Tensor:
     """Write `entries` [T, width] to the paged cache, then the decayed sum over each token's visible positions."""
     page_size = cache.shape[1]
     cache.view(-1, cache.shape[2])[meta.write_index] = entries.nan_to_num(0.0)
@@ -104,7 +108,7 @@ def attend(entries: Tensor, meta: AttentionMeta, cache: Tensor) -> Tensor:
         context = cache[row.pages].flatten(0, 1)[:stop]
         assert len(row.pages) == -(-stop // page_size)
         parts.append(_weights(stop)[row.start :] @ context)
-    return torch.cat(parts)
+    return torch.cat(parts) if parts else entries
 
 
 def plain_attend(entries: Tensor) -> Tensor:
@@ -125,26 +129,30 @@ def load_toy(
     drafter = None
     if draft:
         head = ToyHead(model, error=error)
-        drafter = (make_drafter or ToyDrafter)(head, vocab_size=vocab_size, hidden_size=model.hidden_size)
-    return LoadedModel(
-        model=model, drafter=drafter, device=torch.device("cpu"), vocab_size=vocab_size,
-        max_position_embeddings=max_len, eos_token_ids=eos, detokenizers=detokenizers,
+        drafter = (make_drafter or ToyDrafter)(head, hidden_size=model.hidden_size)
+    facts = ModelFacts(
+        vocab_size=vocab_size, max_position_embeddings=max_len, eos_token_ids=eos, detokenizers=detokenizers,
+        kv_spec=KvSpec(num_layers=2, width=model.hidden_size, dtype_bytes=8),
+        lookahead=drafter.lookahead if drafter is not None else 0,
     )
+    return LoadedModel(facts=facts, model=model, drafter=drafter, device=torch.device("cpu"))
 
 
 class ToyDrafter(MtpDrafter):
     """Carried states travel through float32 tables; the toy head computes in float64."""
 
-    def __init__(self, head: ToyHead, *, vocab_size: int, hidden_size: int) -> None:
-        super().__init__(_Float64(head), vocab_size=vocab_size, hidden_size=hidden_size)
+    def __init__(self, head: ToyHead, *, hidden_size: int) -> None:
+        super().__init__(_Float64(head), hidden_size=hidden_size)
 
 
 class _Float64:
     def __init__(self, head: ToyHead) -> None:
         self._head = head
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
-        return self._head.forward(token_ids, hidden.double(), meta, kv).float()
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, metas: Sequence[AttentionMeta], kv: list[Tensor]
+    ) -> Tensor:
+        return self._head.forward(token_ids, hidden.double(), metas, kv).float()
 
     def logits(self, state: Tensor) -> Tensor:
         return self._head.logits(state.double())

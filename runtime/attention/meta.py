@@ -52,3 +52,4 @@ class AttentionMeta:
     decode: DecodeGroup | None
     prefill: tuple[PrefillRow, ...]
     dummy: Tensor | None = None  # [num_tokens] bool: of dummy rows, which no expert sees; None: no such row
+    capacity: int | None = None  # most tokens of any dp group in this pass, where groups exchange them; else None

@@ -112,13 +112,13 @@ def run(
         assert chunks[-1].stats is not None
         assert chunks[-1].error is None, chunks[-1].error
         outputs.append([t for chunk in chunks for t in chunk.token_ids])
-        assert_complete(outputs[-1], sampling, engine.loaded.eos_token_ids)
+        assert_complete(outputs[-1], sampling, engine.facts.eos_token_ids)
         stats.append(chunks[-1].stats)
     while engine.has_work():
         engine.step()
     assert engine.pages_and_slots_in_use() == (0, 0)
     engine.close()
-    return Run(outputs=outputs, stats=stats, num_preemptions=engine.scheduler.num_preemptions)
+    return Run(outputs=outputs, stats=stats, num_preemptions=engine.planner.schedulers[0].num_preemptions)
 
 
 def assert_complete(output: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:

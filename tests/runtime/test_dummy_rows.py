@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from dataclasses import fields, replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from runtime.channel import LocalChannel
+from runtime.channel import Channel
 from runtime.config import EngineConfig
 from runtime.engine import Engine
+from runtime.padding import with_dummies, without_dummies
 from runtime.plan import PlanArrays, StepPlan, StepResult
 from runtime.plan_builder import PlanBuilder
 from runtime.request import GenerateRequest, SamplingParams
-
-ROW_ARRAYS = ("slots", "num_tokens", "starts", "kv_bounds", "samples", "carries")
-
-
-def with_dummies(plan: StepPlan, count: int) -> StepPlan:
-    """The plan with `count` verify rows of slot 0 behind its own verify rows."""
-    row = {"slots": 0, "num_tokens": 1 + plan.k, "starts": -1, "kv_bounds": 1 + plan.k, "samples": 1, "carries": 1}
-    arrays = {
-        name: np.insert(getattr(plan.arrays, name), plan.num_verify, np.full(count, row[name], np.int32))
-        for name in ROW_ARRAYS
-    }
-    return replace(plan, num_verify=plan.num_verify + count, arrays=replace(plan.arrays, **arrays))
-
-
-def without_dummies(result: StepResult, begin: int, count: int) -> StepResult:
-    kept = {
-        f.name: np.delete(value, np.arange(begin, begin + count), axis=0)
-        for f in fields(result)
-        if isinstance(value := getattr(result, f.name), np.ndarray)
-    }
-    return replace(result, **kept)
 
 
 class PaddingChannel:
     """Adds dummy rows to every plan and takes them out of its result."""
 
-    def __init__(self, inner: LocalChannel, count: int) -> None:
-        self._inner, self._count = inner, count
+    def __init__(self, inner: Channel, count: int) -> None:
+        self._inner, self._count, self._first = inner, count, 0
 
-    def send(self, plan: StepPlan) -> Future[StepResult]:
-        result = self._inner.send(with_dummies(plan, self._count)).result()
-        done: Future[StepResult] = Future()
-        done.set_result(without_dummies(result, plan.num_verify, self._count))
-        return done
+    def send(self, plans: Sequence[StepPlan]) -> None:
+        (plan,) = plans
+        self._first = plan.num_verify
+        self._inner.send([with_dummies(plan, self._count)])
+
+    def receive(self) -> list[StepResult]:
+        return [without_dummies(result, self._first, self._count) for result in self._inner.receive()]
 
     def raise_failure(self) -> None:
         self._inner.raise_failure()
@@ -61,11 +42,11 @@ def generate(minnow: Path, k: int, num_dummies: int) -> list[list[int]]:
     config = EngineConfig(
         model=minnow, draft_tokens=k, draft_method="mtp" if k else "off", max_model_len=64, max_num_seqs=4,
         prefill_chunk_size=8, storage="float32", debug=True,
-        schedule="ahead",
+        schedule="settled",
     )
     engine = Engine(config)
     if num_dummies:
-        engine._channel = PaddingChannel(engine._channel, num_dummies)  # type: ignore[assignment]
+        engine._channel = PaddingChannel(engine._channel, num_dummies)
     streams = [
         engine.submit(GenerateRequest(request_id=str(i), prompt_token_ids=tuple(range(40 + i, 60)), sampling=sampling))
         for i, sampling in enumerate((
@@ -93,7 +74,8 @@ def test_an_empty_plan_is_an_ordinary_plan(minnow: Path) -> None:
     )
     assert isinstance(plan.arrays, PlanArrays)
     assert plan.num_rows == 0
-    result = engine._channel.send(plan).result()
+    engine._channel.send([plan])
+    (result,) = engine._channel.receive()
     assert result.step_id == 1
     assert len(result.counts) == 0
     engine.close()

@@ -76,7 +76,7 @@ def test_every_step_accepts_what_the_plain_head_would_have(k: int, settings: dic
     engine = toy_engine(load_toy(error=ERROR), draft_tokens=k, **settings)
     found = run_all(engine, requests(), arrivals={r.request_id: i for i, r in enumerate(requests())})
     assert {i: (o.token_ids, o.chunk_sizes) for i, o in found.items()} == plain_steps(k)
-    assert (engine.scheduler.num_preemptions > 0) == ("num_pages" in settings)
+    assert (engine.planner.schedulers[0].num_preemptions > 0) == ("num_pages" in settings)
 
 
 def test_the_plain_head_is_neither_useless_nor_perfect() -> None:

@@ -54,7 +54,7 @@ def outcomes(k: int, arrivals: dict[str, int] | None = None, **settings: Any) ->
     """Outcomes, number of preemptions, positions found in the prefix cache."""
     engine = toy_engine(load_toy(draft=k > 0, eos=EOS), draft_tokens=k, **settings)
     found = run_all(engine, workload(), arrivals=arrivals)
-    return found, engine.scheduler.num_preemptions, engine.scheduler.num_prefix_hits
+    return found, engine.planner.schedulers[0].num_preemptions, engine.planner.schedulers[0].num_prefix_hits
 
 
 def assert_plain(found: dict[str, Outcome]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +57,8 @@ def test_a_nan_publishes_no_page_from_its_chunk_on(chunk: int) -> None:
     engine = toy_engine(load_toy(nan_token=NAN), prefill_chunk_size=chunk)
     clean, dirty = [1, 2, 3, 4], [NAN, 6, 7, 8]
     run_all(engine, [ask("nan", [*clean, *dirty, *clean, *dirty, 9], max_tokens=5)])
-    assert engine.scheduler.slots.pool.num_published <= 1  # the page in front of the NaN, if its chunk ended there
+    # the page in front of the NaN, if its chunk ended there
+    assert engine.planner.schedulers[0].slots.pool.num_published <= 1
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -148,9 +150,9 @@ def test_an_abort_after_a_preemption_while_it_waits() -> None:
     found = {r.request_id: Outcome() for r in requests}
     for request in requests:
         engine.submit(request)
-    while not engine.scheduler.num_preemptions:
+    while not engine.planner.schedulers[0].num_preemptions:
         _collect(found, engine)
-    waiting = engine.scheduler.waiting[0].request.request_id
+    waiting = engine.planner.schedulers[0].waiting[0].request.request_id
     assert found[waiting].token_ids
     engine.abort(waiting)
     _drain(found, engine)
@@ -188,7 +190,7 @@ def test_what_can_never_run_is_refused_and_changes_nothing() -> None:
 
 
 def _books(engine: Engine) -> tuple[Any, ...]:
-    scheduler = engine.scheduler
+    scheduler = engine.planner.schedulers[0]
     counts = scheduler.num_running, len(engine._live), scheduler._arrivals
     return list(scheduler.waiting), engine.pages_and_slots_in_use(), counts
 
@@ -198,11 +200,11 @@ class BrokenModel(ToyModel):
 
     calls = 4
 
-    def forward(self, token_ids: Tensor, meta: AttentionMeta, kv: list[Tensor]) -> Tensor:
+    def forward(self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: list[Tensor]) -> Tensor:
         self.calls -= 1
         if self.calls == 0:
             raise RuntimeError("out of memory")
-        return super().forward(token_ids, meta, kv)
+        return super().forward(token_ids, metas, kv)
 
 
 class BrokenDrafter(ToyDrafter):

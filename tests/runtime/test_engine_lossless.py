@@ -123,12 +123,12 @@ class StaleQ(ToyDrafter):
         return Drafts(token_ids=drafts.token_ids, logits=logits)
 
     def update(
-        self, token_ids: Tensor, hidden: Tensor, meta: Any, kv: Any, carry_index: Tensor
+        self, token_ids: Tensor, hidden: Tensor, metas: Any, kv: Any, carry_index: Tensor
     ) -> dict[str, Tensor]:
-        states = self._head.forward(token_ids, hidden, meta, kv)
+        states = self._head.forward(token_ids, hidden, metas, kv)
         state = states[carry_index]
         stale = states[(carry_index - 1).clamp(min=0)]
-        return {"logits": self._head.logits(state), "state": state, "stale": self._head.logits(stale)}
+        return {"state": state, "stale": self._head.logits(stale)}
 
 
 @pytest.mark.parametrize("k", [1, 3])

@@ -53,7 +53,7 @@ def test_the_same_ids_in_any_company(k: int, settings: dict[str, Any]) -> None:
     arrivals = {r.request_id: i for i, r in enumerate([*requests(), *others])}
     found = ids(run_all(engine, [*requests(), *others], arrivals=arrivals))
     assert {i: found[i] for i in alone(k)} == alone(k)
-    assert (engine.scheduler.num_preemptions > 0) == ("num_pages" in settings)
+    assert (engine.planner.schedulers[0].num_preemptions > 0) == ("num_pages" in settings)
 
 
 def test_ids_depend_on_k_and_on_the_seed() -> None:
@@ -92,7 +92,7 @@ def test_counters_add_up(k: int, num_pages: int | None) -> None:
         assert counters.e2e_s is not None
         assert 0 < counters.ttft_s <= counters.e2e_s
     preempted = sum(outcome.counters.num_preemptions for outcome in found.values())
-    assert preempted == engine.scheduler.num_preemptions
+    assert preempted == engine.planner.schedulers[0].num_preemptions
     assert (preempted > 0) == (num_pages is not None)
 
 

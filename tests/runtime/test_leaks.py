@@ -38,7 +38,7 @@ def storm(engine: Engine, requests: list[GenerateRequest], rng: random.Random) -
     """Submit at random, abort at random; returns outcomes and how many aborts hit a waiting request."""
     todo, found, aborted_waiting = list(requests), {}, 0
     while todo or engine.has_work():
-        while todo and rng.random() < 0.7 and len(engine.scheduler.waiting) < 12:
+        while todo and rng.random() < 0.7 and len(engine.planner.schedulers[0].waiting) < 12:
             request = todo.pop()
             found[request.request_id] = Outcome()
             engine.submit(request)
@@ -62,7 +62,7 @@ def test_random_traffic_leaves_nothing_behind(schedule: str, k: int, num_request
         load_toy(draft=k > 0, eos=EOS, error=0.3), max_num_seqs=24, num_pages=26, schedule=schedule, **sizes
     )
     found, aborted_waiting = storm(engine, requests, rng)
-    scheduler = engine.scheduler
+    scheduler = engine.planner.schedulers[0]
     scheduler.check()
     assert engine.pages_and_slots_in_use() == (0, 0)
     assert not engine._live

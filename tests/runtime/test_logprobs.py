@@ -55,7 +55,7 @@ def test_every_output_position(k: int, num_pages: int | None) -> None:
     """All requests in one batch: some want none, some twenty; the pool of 33 pages preempts them."""
     engine = toy_engine(load_toy(draft=k > 0), draft_tokens=k, num_pages=num_pages)
     found = run_all(engine, requests())
-    assert (engine.scheduler.num_preemptions > 0) == (num_pages is not None)
+    assert (engine.planner.schedulers[0].num_preemptions > 0) == (num_pages is not None)
     for request in requests():
         assert_of_raw_logits(request, found[request.request_id])
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.plan import MAGIC, VERSION, PlanArrays, StepPlan, decode, encode
+from runtime.plan import MAGIC, VERSION, PlanArrays, StepPlan, decode, decode_section, encode, encode_step
 from runtime.sampling_params import NEUTRAL, PARAM_DTYPE
 
-SCALARS = struct.Struct("<4sHHqiiiiI")
+SCALARS = struct.Struct("<4sHHqiiiiiiiI4x")
 HEADER_SIZE = SCALARS.size + 4
 NAMES = [field.name for field in fields(PlanArrays)]
 ROW_ARRAYS = ("slots", "num_tokens", "starts", "kv_bounds", "samples", "carries")
@@ -46,11 +46,12 @@ def plans(draw: st.DrawFn) -> StepPlan:
             new_cu_tokens=np.cumsum([0, *lengths], dtype=np.int32), new_bias_values=np.array(floats, np.float32),
             new_params=np.frombuffer(params.tobytes(), np.uint8), **arrays,
         ),
+        capacities=draw(st.none() | st.tuples(*(st.integers(0, 2**31 - 1),) * 3)),
     )
 
 
 def assert_equal(a: StepPlan, b: StepPlan) -> None:
-    for name in ("step_id", "k", "num_verify", "num_logprobs", "split"):
+    for name in ("step_id", "k", "num_verify", "num_logprobs", "split", "capacities"):
         assert getattr(a, name) == getattr(b, name)
     for name in NAMES:
         left, right = getattr(a.arrays, name), getattr(b.arrays, name)
@@ -101,7 +102,7 @@ def seal(
     body: bytes, *, version: int = VERSION, count: int = len(NAMES), flags: int = 0, k: int = 1, num_verify: int = 0
 ) -> bytes:
     """A header whose size and checksum fit `body`, so that only the contents can be wrong."""
-    scalars = SCALARS.pack(MAGIC, version, flags, 7, k, num_verify, -1, count, len(body))
+    scalars = SCALARS.pack(MAGIC, version, flags, 7, k, num_verify, -1, 0, 0, 0, count, len(body))
     return scalars + struct.pack("<I", zlib.crc32(scalars + body)) + body
 
 
@@ -169,12 +170,12 @@ def test_header_fields_are_checked_and_named() -> None:
     body = encode(small_plan())[HEADER_SIZE :]
     assert_equal(decode(seal(body, num_verify=1)), small_plan())
     for wrong, message in (
-        (dict(version=VERSION + 1), "version 2"),
+        (dict(version=VERSION + 1), f"version {VERSION + 1}"),
         (dict(count=len(NAMES) + 1), f"{len(NAMES) + 1} arrays"),
         (dict(num_verify=3), "num_verify = 3"),
         (dict(num_verify=-1), "num_verify = -1"),
         (dict(num_verify=1, k=-1), "k = -1"),
-        (dict(num_verify=1, flags=2), "flags = 0x2"),
+        (dict(num_verify=1, flags=4), "flags = 0x4"),
     ):
         with pytest.raises(ValueError, match=message):
             decode(seal(body, **wrong))
@@ -185,4 +186,17 @@ def test_header_fields_are_checked_and_named() -> None:
 def test_parameters_of_a_request_have_one_size() -> None:
     """The wire form of sampling parameters is fixed: a change of it must come with a new plan version."""
     assert PARAM_DTYPE.itemsize == 68
-    assert VERSION == 1
+    assert VERSION == 2
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(plans(), min_size=1, max_size=4), st.data())
+def test_each_group_finds_its_section(sections: list[StepPlan], data: st.DataObject) -> None:
+    raw = encode_step(sections)
+    for group, plan in enumerate(sections):
+        assert_equal(decode_section(raw, group), plan)
+    with pytest.raises(ValueError, match=f"group {len(sections)}"):
+        decode_section(raw, len(sections))
+    cut = data.draw(st.integers(0, len(raw) - 1))
+    with pytest.raises(ValueError, match="section"):
+        decode_section(raw[:cut], 0)

@@ -45,8 +45,8 @@ def hashes_of(tokens: list[int], lookahead: int) -> list[bytes]:
 
 def wrong_pages(engine: Engine, requests: list[GenerateRequest], found: dict[str, Outcome]) -> tuple[int, int]:
     """How many published pages differ from a plain computation over their tokens, and how many were compared."""
-    model, pool, kv = ToyModel(), engine.scheduler.slots.pool, caches(engine)
-    lookahead = engine.scheduler.limits.lookahead
+    model, pool, kv = ToyModel(), engine.planner.schedulers[0].slots.pool, caches(engine)
+    lookahead = engine.planner.schedulers[0].limits.lookahead
     wrong, seen = 0, set()
     for request in requests:
         tokens = [*request.prompt_token_ids, *found[request.request_id].token_ids]
@@ -71,9 +71,9 @@ def test_published_pages_are_right_for_target_and_head(k: int, schedule: str, nu
     found = run_all(engine, requests, arrivals={r.request_id: i for i, r in enumerate(requests)})
     wrong, compared = wrong_pages(engine, requests, found)
     assert wrong == 0
-    assert compared == engine.scheduler.slots.pool.num_published > 15
-    assert engine.scheduler.num_prefix_hits > 0
-    assert (engine.scheduler.num_preemptions > 0) == (num_pages is not None)
+    assert compared == engine.planner.schedulers[0].slots.pool.num_published > 15
+    assert engine.planner.schedulers[0].num_prefix_hits > 0
+    assert (engine.planner.schedulers[0].num_preemptions > 0) == (num_pages is not None)
 
 
 class ShortSighted(ToyDrafter):
@@ -89,7 +89,7 @@ def test_without_the_lookahead_in_the_hash_pages_of_the_head_would_be_wrong() ->
     assert {i: o.token_ids for i, o in found.items()} == {
         r.request_id: plain_decode(ToyModel(), r)[0] for r in requests
     }, "a wrong page of the head costs acceptance, never exactness"
-    engine.scheduler.limits.__dict__["lookahead"] = 1  # judge the head's entries, too
+    engine.planner.schedulers[0].limits.__dict__["lookahead"] = 1  # judge the head's entries, too
     model, kv = ToyModel(), caches(engine)
     wrong = 0
     for request in requests:
@@ -97,7 +97,7 @@ def test_without_the_lookahead_in_the_hash_pages_of_the_head_would_be_wrong() ->
         head = model.embedding[torch.tensor(tokens[1:])] + 0.05 * model.plain_hidden(tokens)[:-1]
         for i, page_hash in enumerate(hashes_of(tokens, 0)):
             part = slice(i * SIZE, (i + 1) * SIZE)
-            for page in engine.scheduler.slots.pool.match([page_hash]):
+            for page in engine.planner.schedulers[0].slots.pool.match([page_hash]):
                 wrong += len(head[part]) == SIZE and not torch.allclose(kv[1][page], head[part], atol=1e-6)
     assert wrong > 0
 
@@ -110,7 +110,7 @@ def test_pages_are_published_up_to_the_last_but_one_position(k: int, total: int)
         engine = toy_engine(load_toy(), draft_tokens=k)
         prompt = [i % 50 for i in range(min(prompt_len, total - 1))]
         run_all(engine, [ask(0, prompt, max_tokens=total - len(prompt))])
-        assert engine.scheduler.slots.pool.num_published == (total - 1) // SIZE
+        assert engine.planner.schedulers[0].slots.pool.num_published == (total - 1) // SIZE
 
 
 @pytest.mark.parametrize(("drafts", "cached"), [(True, 4), (False, 8)])
@@ -151,7 +151,7 @@ def test_shared_pages_are_never_rewritten(k: int) -> None:
     """The bytes of every published page stay as they were, for as long as it is published."""
     requests = family(30, seed=1)
     engine = toy_engine(load_toy(), draft_tokens=k, schedule="settled", num_pages=40)
-    pool, kv = engine.scheduler.slots.pool, caches(engine)
+    pool, kv = engine.planner.schedulers[0].slots.pool, caches(engine)
     known: dict[tuple[int, bytes], tuple[bytes, ...]] = {}
     compared, todo = 0, list(requests)
     while todo or engine.has_work():
@@ -173,8 +173,8 @@ def test_resumed_requests_find_their_own_pages() -> None:
     requests = [ask(i, [i] * 6, max_tokens=40) for i in range(4)]
     engine = toy_engine(load_toy(), num_pages=24)
     found = run_all(engine, requests)
-    assert engine.scheduler.num_preemptions > 0
-    assert engine.scheduler.num_prefix_hits > 0
+    assert engine.planner.schedulers[0].num_preemptions > 0
+    assert engine.planner.schedulers[0].num_prefix_hits > 0
     for request in requests:
         outcome = found[request.request_id]
         assert outcome.token_ids == plain_decode(ToyModel(), request)[0]
@@ -194,7 +194,7 @@ def test_off_means_off() -> None:
     engine = toy_engine(load_toy(), prefix_cache=False)
     found = run_all(engine, [ask(i, [1] * 20, max_tokens=5) for i in range(3)], arrivals={"2": 20})
     assert all(o.counters.num_cached_tokens == 0 for o in found.values())
-    assert engine.scheduler.slots.pool.num_published == engine.scheduler.num_prefix_hits == 0
+    assert engine.planner.schedulers[0].slots.pool.num_published == engine.planner.schedulers[0].num_prefix_hits == 0
 
 
 def test_a_reset_forgets_pages_in_use_and_out_of_use() -> None:
@@ -205,8 +205,8 @@ def test_a_reset_forgets_pages_in_use_and_out_of_use() -> None:
     for _ in range(12):
         for chunk in engine.step():
             found[chunk.request_id].add(chunk)
-    engine.scheduler.slots.pool.reset_prefix_cache()
-    engine.scheduler.check()
+    engine.planner.schedulers[0].slots.pool.reset_prefix_cache()
+    engine.planner.schedulers[0].check()
     again = ask(2, [1] * 20, max_tokens=5)
     engine.submit(again)
     while engine.has_work():

@@ -19,24 +19,24 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def test_every_slot_at_full_length_and_the_dummy_page() -> None:
-    sizes = choose_sizes(config(), load_toy(max_len=30))
+    sizes = choose_sizes(config(), load_toy(max_len=30).facts)
     assert (sizes.max_model_len, sizes.num_pages) == (30, 3 * 8 + 1)
 
 
 def test_within_the_bytes_allowed() -> None:
-    assert choose_sizes(config(kv_cache_bytes=5 * PAGE_BYTES + 1), load_toy(max_len=30)).num_pages == 5
+    assert choose_sizes(config(kv_cache_bytes=5 * PAGE_BYTES + 1), load_toy(max_len=30).facts).num_pages == 5
 
 
 def test_what_the_configuration_says_counts() -> None:
-    sizes = choose_sizes(config(max_model_len=12, num_pages=7), load_toy(max_len=30))
+    sizes = choose_sizes(config(max_model_len=12, num_pages=7), load_toy(max_len=30).facts)
     assert (sizes.max_model_len, sizes.num_pages) == (12, 7)
 
 
 def test_what_cannot_be_is_refused_with_both_values() -> None:
     with pytest.raises(ValueError, match="max_model_len = 31: the model has max_position_embeddings = 30"):
-        choose_sizes(config(max_model_len=31), load_toy(max_len=30))
+        choose_sizes(config(max_model_len=31), load_toy(max_len=30).facts)
     with pytest.raises(ValueError, match=f"kv_cache_bytes = {PAGE_BYTES}: two pages .* {2 * PAGE_BYTES} bytes"):
-        choose_sizes(config(kv_cache_bytes=PAGE_BYTES), load_toy(max_len=30))
+        choose_sizes(config(kv_cache_bytes=PAGE_BYTES), load_toy(max_len=30).facts)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""One rank: its share of the weights, its caches and tables, and the executor over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parallel.group import Group
+from parallel.layout import RankGroups
+from runtime.config import EngineConfig
+from runtime.device_state import DeviceState
+from runtime.executor import Executor, Publish
+from runtime.loading import LoadedModel, load_model
+from runtime.plan import StepPlan
+from runtime.sizing import Sizes, choose_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What the controller has to know of a loaded rank."""
+
+    num_pages: int  # as many KV pages as this rank would allocate
+    bytes_read: int  # of weights
+
+
+class Rank:
+    """Loaded first; the caches follow when the controller has settled the sizes that all ranks agree on."""
+
+    def __init__(
+        self, config: EngineConfig, loaded: LoadedModel, groups: RankGroups, phase: Callable[[str], None]
+    ) -> None:
+        self._config, self._loaded, self._groups, self._phase = config, loaded, groups, phase
+        self._executor: Executor | None = None
+
+    @classmethod
+    def load(cls, config: EngineConfig, groups: RankGroups, *, phase: Callable[[str], None]) -> Rank:
+        """Raises ValueError or FileNotFoundError, in one line, as `load_model` does."""
+        phase("loading weights")
+        return cls(config, load_model(config, groups), groups, phase)
+
+    @property
+    def facts(self) -> RankFacts:
+        sizes = choose_sizes(self._config, self._loaded.facts)
+        return RankFacts(num_pages=sizes.num_pages, bytes_read=self._loaded.bytes_read)
+
+    def allocate(self, sizes: Sizes) -> None:
+        self._executor = build_executor(
+            self._config, self._loaded, sizes, tp=self._groups.tp, phase=self._phase
+        )
+
+    def run(self, plan: StepPlan, publish: Publish) -> None:
+        """One step with the plan of this rank's dp group; every rank of the group publishes the same result."""
+        assert self._executor is not None, "allocate() comes first"
+        self._executor.run(plan, publish)
+
+
+def build_executor(
+    config: EngineConfig, loaded: LoadedModel, sizes: Sizes, *, tp: Group | None = None,
+    phase: Callable[[str], None] | None = None,
+) -> Executor:
+    state = DeviceState(
+        num_slots=config.max_num_seqs + 1, max_model_len=sizes.max_model_len, page_size=config.page_size,
+        vocab_size=loaded.facts.vocab_size, device=loaded.device, debug=config.debug,
+        carried_shapes=loaded.drafter.carried_shapes() if loaded.drafter is not None else {},
+    )
+    return Executor(loaded.model, loaded.drafter, state, sizes.num_pages, tp=tp, phase=phase)
