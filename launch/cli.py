@@ -40,6 +40,11 @@ Overrides = Annotated[
 ]
 DraftTokens = Annotated[int | None, typer.Option(help="Draft tokens a step, 0 for plain decoding.")]
 Threads = Annotated[int | None, typer.Option(help="Threads of the CPU back end.")]
+TensorParallel = Annotated[int | None, typer.Option("--tp", help="Ranks that share each attention group.")]
+DataParallel = Annotated[int | None, typer.Option("--dp", help="Attention groups, each with its own requests.")]
+Split = Annotated[
+    bool | None, typer.Option("--split/--no-split", help="Run each step as two halves; by its size if left out.")
+]
 PromptsFile = Annotated[
     str | None,
     typer.Option("--prompts", metavar="FILE.jsonl", help="One object a line: prompt, id, sampling fields; - is stdin."),
@@ -74,6 +79,9 @@ def generate(
     config: Config = None,
     overrides: Overrides = None,
     draft_tokens: DraftTokens = None,
+    tp: TensorParallel = None,
+    dp: DataParallel = None,
+    split: Split = None,
     max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
@@ -97,7 +105,7 @@ def generate(
             prompts=prompt or [],
             prompts_file=prompts,
             config=config,
-            overrides=_overrides(overrides, draft_tokens),
+            overrides=[*_overrides(overrides, draft_tokens), *_layout_overrides(tp, dp, split)],
             flags={name: value for name, value in flags.items() if value is not None},
             json=json,
         )
@@ -129,6 +137,9 @@ def bench_decode(
     output_len: Annotated[int, typer.Option(help="Output tokens of each.")] = 128,
     draft_tokens: DraftTokens = None,
     threads: Threads = None,
+    tp: TensorParallel = None,
+    dp: DataParallel = None,
+    split: Split = None,
     prompts: Annotated[
         str, typer.Option("--prompts", help="random, repeat (8 ids in a loop) or succ (each one more than the last).")
     ] = "random",
@@ -141,8 +152,8 @@ def bench_decode(
     from launch.printers import show_figures
 
     options = DecodeOptions(batch=batch, prompt_len=prompt_len, output_len=output_len, prompts=prompts, repeat=repeat)
-    engine_config = load_config(config, _overrides(overrides, draft_tokens, threads)).engine_config()
-    show_figures(measure(engine_config, options), json)
+    given = [*_overrides(overrides, draft_tokens, threads), *_layout_overrides(tp, dp, split)]
+    show_figures(measure(load_config(config, given).engine_config(), options), json)
     return 0
 
 
@@ -191,6 +202,13 @@ def _overrides(given: Sequence[str] | None, draft_tokens: int | None, threads: i
     """`--set` values and the flags that are short for one."""
     short = {"draft.tokens": draft_tokens, "engine.threads": threads}
     return [*(given or ()), *(f"{key}={value}" for key, value in short.items() if value is not None)]
+
+
+def _layout_overrides(tp: int | None, dp: int | None, split: bool | None) -> list[str]:
+    """The same for the flags that lay out ranks."""
+    halves = None if split is None else "on" if split else "off"
+    short = {"parallel.tp": tp, "parallel.dp": dp, "parallel.split": halves}
+    return [f"{key}={value}" for key, value in short.items() if value is not None]
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -45,6 +45,15 @@ class EngineSection(_Section):
     debug: bool = False
 
 
+class ParallelSection(_Section):
+    """[parallel]: `dp` attention groups of `tp` ranks, one process each, and whether a step runs as two halves."""
+
+    dp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    split: Literal["auto", "on", "off"] = "auto"
+    split_min_tokens: int = Field(default=64, ge=1)
+
+
 class DraftSection(_Section):
     """[draft]: who drafts and how many tokens a step. `tokens` left out: 1 with an MTP layer in the model, else 0."""
 
@@ -77,6 +86,7 @@ class LaunchConfig(_Section):
 
     model: ModelSection
     engine: EngineSection = EngineSection()
+    parallel: ParallelSection = ParallelSection()
     draft: DraftSection = DraftSection()
     generate: GenerateSection = GenerateSection()
 
@@ -104,6 +114,7 @@ class LaunchConfig(_Section):
             draft_method="mtp" if tokens else "off",
             draft_tokens=tokens,
             **self.engine.model_dump(),
+            **self.parallel.model_dump(),
         )
 
 

@@ -1,4 +1,4 @@
-"""`lockstep generate`: prompts in, text or JSON lines out, through one engine in this process."""
+"""`lockstep generate`: prompts in, text or JSON lines out, through one engine and its ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from runtime.serve.tokenizer import encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
     from runtime.config import EngineConfig
+    from runtime.engine import Engine
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 
@@ -46,14 +47,14 @@ class EngineLike(Protocol):
     def close(self) -> None: ...
 
 
-def run(options: GenerateOptions, make_engine: Callable[[EngineConfig], EngineLike] | None = None) -> int:
+def run(options: GenerateOptions, make: Callable[[EngineConfig], EngineLike] | None = None) -> int:
     """Generate for every prompt; the exit code. Raises ValueError or OSError, in one line, for the user's mistakes."""
     merge_sampling([options.flags])  # a wrong flag is refused before anything is loaded
     config = load_config(options.config, options.overrides)
     engine_config = config.engine_config()
     outcomes, requests = prepare(options, config)
     start = time.perf_counter()
-    engine = (make_engine or _make_engine)(engine_config)
+    engine = (make or make_engine)(engine_config)
     try:
         load_s = time.perf_counter() - start
         return _drive(engine, outcomes, requests, options.json, load_s)
@@ -70,10 +71,15 @@ def prepare(options: GenerateOptions, config: LaunchConfig) -> tuple[list[Outcom
     return outcomes, _requests(outcomes, options.flags, config)
 
 
-def _make_engine(config: EngineConfig) -> EngineLike:
+def make_engine(config: EngineConfig) -> Engine:
+    """The engine of this process, with as many rank processes as the layout has ranks; one rank needs none."""
     from runtime.engine import Engine
 
-    return Engine(config)
+    if config.layout.ep == 1:
+        return Engine(config)
+    from launch.deployment import start
+
+    return Engine(config, deployment=start(config))
 
 
 def _rows(options: GenerateOptions, config: LaunchConfig) -> list[PromptRow]:

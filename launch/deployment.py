@@ -1,0 +1,124 @@
+"""Controller and ranks on one machine: rings, vitals page, store and rank processes, up and down again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from launch.rank_main import RankSpec
+from parallel.groups import host_store, listen_locally
+from runtime.config import MAX_DRAFT_TOKENS, EngineConfig
+from runtime.engine import Deployment
+from runtime.loading import read_facts
+from runtime.models.config import load_model_config
+from runtime.models.shards import check_layout
+from runtime.rank_channel import Inbox, RankChannel
+from runtime.rank_watch import Patience, RankWatch, rank_names
+from runtime.request import MAX_LOGPROBS
+from runtime.ring import RingWriter, create_segment
+from runtime.sizing import Sizes, choose_sizes
+from runtime.vitals import Vitals, page_size
+
+RANK_MODULE = "launch.rank_main"
+MAX_PLAN_BYTES = 1 << 28
+
+
+def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience | None = None) -> Deployment:
+    """Start `config.layout.ep` rank processes, wait until all have loaded, and have them allocate.
+
+    `module`: what each runs, `python -m module`. The calling thread must outlive the ranks: Linux ends them with it.
+    Raises ValueError for a layout that does not divide and for whatever a rank finds wrong with the model, RankFailure
+    naming the rank that died; no process is left then.
+    """
+    check_layout(load_model_config(config.model), config.layout)
+    facts = read_facts(config)
+    sizes = choose_sizes(config, facts)
+    channel = _spawn(config, sizes, module, patience or Patience())
+    try:
+        num_pages = min(rank["num_pages"] for rank in channel.wait_ready())
+        sizes = Sizes(max_model_len=sizes.max_model_len, num_pages=min(sizes.num_pages, num_pages))
+        channel.start(sizes)
+    except BaseException:
+        channel.kill()
+        raise
+    return Deployment(facts=facts, sizes=sizes, channel=channel)
+
+
+def _spawn(config: EngineConfig, sizes: Sizes, module: str, patience: Patience) -> RankChannel:
+    """Everything but waiting: a channel to processes that are loading."""
+    names = rank_names(config.layout)
+    processes: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen_locally())
+        port = listener.getsockname()[1]
+        plans_fd = _segment(stack, "plans", _plan_bytes(config, sizes))
+        vitals_fd = os.memfd_create("lockstep-vitals", os.MFD_CLOEXEC)
+        stack.callback(os.close, vitals_fd)
+        os.ftruncate(vitals_fd, page_size(len(names)))
+        results_fds = [_segment(stack, f"results-{rank}", _result_bytes(config)) for rank in range(len(names))]
+        plans = RingWriter(plans_fd, "plans", [f"rank {rank}" for rank in range(len(names))])
+        try:
+            for rank, results_fd in enumerate(results_fds):
+                spec = RankSpec(
+                    rank=rank, parent_pid=os.getpid(), store_port=port, vitals_fd=vitals_fd, plans_fd=plans_fd,
+                    results_fd=results_fd, config=asdict(config),
+                )
+                processes.append(_start_rank(module, spec, config.threads))
+            store = host_store(listener)
+        except BaseException:
+            _kill(processes)
+            plans.close()
+            raise
+        vitals = Vitals(vitals_fd, len(names))
+        return RankChannel(
+            config.layout, plans, [Inbox(fd) for fd in results_fds], vitals,
+            RankWatch(names, processes, vitals, patience), step_timeout_s=patience.step_s, store=store,
+        )
+
+
+def _start_rank(module: str, spec: RankSpec, threads: int) -> subprocess.Popen[bytes]:
+    """`python -m module`, in this checkout or installation, with nothing of ours but the descriptors it needs."""
+    root = str(Path(__file__).resolve().parent.parent)
+    search = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": search}
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, f"--rank={spec.rank}"],  # the rank is for whoever reads a list of processes
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment,
+        pass_fds=(spec.vitals_fd, spec.plans_fd, spec.results_fd),
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(spec.to_json())
+        process.stdin.close()
+    except BrokenPipeError:
+        pass  # it has ended already; whoever waits for it will say so
+    return process
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def _segment(stack: ExitStack, name: str, capacity: int) -> int:
+    fd = create_segment(name, capacity)
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _plan_bytes(config: EngineConfig, sizes: Sizes) -> int:
+    """Room for a step that admits as many requests of full length as it can, twice over."""
+    num_new = config.dp * min(config.max_num_seqs, config.prefill_chunk_size)
+    return min((1 << 20) + 2 * num_new * sizes.max_model_len * 4, MAX_PLAN_BYTES)
+
+
+def _result_bytes(config: EngineConfig) -> int:
+    """Room for a few results of full batches with all logprobs."""
+    per_token = 4 + 4 + 8 * MAX_LOGPROBS
+    return (1 << 16) + 3 * config.max_num_seqs * (8 + (1 + min(config.k, MAX_DRAFT_TOKENS)) * per_token)

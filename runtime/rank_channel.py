@@ -1,0 +1,244 @@
+"""The way of plans to ranks in processes of their own and of results back, with an eye on whether they still live."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NoReturn
+
+from parallel.layout import Layout
+from runtime.channel import RankFailure
+from runtime.plan import StepPlan, StepResult, encode_step
+from runtime.rank_messages import (
+    RESULT,
+    Failure,
+    Ready,
+    Start,
+    Stop,
+    decode_control,
+    encode_control,
+    frame_plans,
+    kind_of,
+    result_of,
+)
+from runtime.rank_watch import Diagnosis, RankWatch
+from runtime.result_codec import decode_result
+from runtime.ring import (
+    MessageTooLarge,
+    RingClosed,
+    RingDamaged,
+    RingError,
+    RingReader,
+    RingTimeout,
+    RingWriter,
+    WriterDead,
+)
+from runtime.ring_layout import MAGIC
+from runtime.sizing import Sizes
+from runtime.vitals import Vitals
+
+LOOK_S = 0.05  # between two looks at the ranks
+CLOSE_S = 3.0  # how long ranks may take to end by themselves
+
+
+class Inbox:
+    """The controller's end of one rank's result ring, which that rank makes when it gets round to it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+        self._reader: RingReader | None = None
+
+    def try_receive(self) -> bytes | None:
+        """The next message if there is one; nothing more comes from a rank that has ended."""
+        if self._reader is None:
+            if os.pread(self._fd, len(MAGIC), 0) != MAGIC:
+                return None
+            self._reader = RingReader(self._fd, 0)
+        try:
+            return self._reader.try_receive()
+        except (WriterDead, RingClosed):
+            return None
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The next message; None when none has come within `timeout_s`."""
+        assert self._reader is not None, "the rank has not reported yet"
+        try:
+            return self._reader.receive(timeout_s)
+        except RingTimeout:
+            return None
+        except (WriterDead, RingClosed):
+            time.sleep(timeout_s)
+            return None
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        os.close(self._fd)
+
+
+class RankChannel:
+    """A Channel (runtime/channel.py) over one ring to all ranks and one from each. Owns rings, page and processes.
+
+    Whoever holds it drives it: ranks are looked at while it waits, and at most every 50 ms in `raise_failure`.
+    """
+
+    def __init__(
+        self, layout: Layout, plans: RingWriter, results: Sequence[Inbox], vitals: Vitals, watch: RankWatch,
+        *, step_timeout_s: float, store: object = None,
+    ) -> None:
+        self._layout = layout
+        self._plans = plans
+        self._results = results
+        self._vitals = vitals
+        self._watch = watch
+        self._step_timeout_s = step_timeout_s
+        self._store = store  # what the ranks meet over must last as long as they do
+        self._waiting: list[deque[StepResult]] = [deque() for _ in results]
+        self._facts: dict[int, dict[str, int]] = {}
+        self._in_flight: deque[int] = deque()  # steps, oldest first
+        self._moved = time.monotonic()  # when the oldest step in flight became the oldest
+        self._looked = 0.0
+        self._failure: RuntimeError | None = None
+        self._sizes: Sizes | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the ranks have allocated."""
+        assert self._sizes is not None, "the ranks have not been started"
+        return self._sizes
+
+    @property
+    def facts(self) -> list[dict[str, int]]:
+        """What each rank reported of itself after loading, in rank order."""
+        return [self._facts[rank] for rank in range(self._layout.ep)]
+
+    def wait_ready(self) -> list[dict[str, int]]:
+        """Wait until every rank has loaded. Raises ValueError for the user's mistakes, RankFailure for the rest."""
+        while len(self._facts) < self._layout.ep:
+            self._look()
+            time.sleep(LOOK_S / 2)
+        return self.facts
+
+    def start(self, sizes: Sizes) -> None:
+        """Have every rank allocate; plans may follow."""
+        self._sizes = sizes
+        self._send(encode_control(Start(max_model_len=sizes.max_model_len, num_pages=sizes.num_pages)))
+
+    def send(self, plans: Sequence[StepPlan]) -> None:
+        assert len(plans) == self._layout.dp, (len(plans), self._layout)
+        self.raise_failure()
+        step_id = plans[0].step_id
+        self._send(frame_plans(step_id, encode_step(plans)))
+        if not self._in_flight:
+            self._moved = time.monotonic()
+        self._in_flight.append(step_id)
+
+    def receive(self) -> list[StepResult]:
+        assert self._in_flight, "no step is in flight"
+        results = [self._next_result(dp_rank * self._layout.tp) for dp_rank in range(self._layout.dp)]
+        step_id = self._in_flight.popleft()
+        assert all(result.step_id == step_id for result in results), (step_id, [r.step_id for r in results])
+        self._moved = time.monotonic()
+        return results
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if time.monotonic() - self._looked >= LOOK_S:
+            self._look()
+
+    def close(self) -> None:
+        """Let the ranks end what they are at and stop; kill those that do not within seconds. Never raises."""
+        if self._failure is None:
+            self._failure = RuntimeError("the engine is closed")
+            try:
+                self._plans.send(encode_control(Stop()), CLOSE_S)
+                self._watch.wait_all(CLOSE_S)
+            except RingError:
+                pass
+            self._end()
+
+    def kill(self) -> None:
+        """End everything now, after a start that has failed. May follow a failure."""
+        if self._failure is None:
+            self._failure = RuntimeError("the engine is closed")
+            self._end()
+
+    def _next_result(self, rank: int) -> StepResult:
+        waiting = self._waiting[rank]
+        while not waiting:
+            if self._failure is not None:
+                raise self._failure
+            data = self._results[rank].receive(LOOK_S)
+            if data is None:
+                self._look()
+            else:
+                self._take(rank, data)
+        return waiting.popleft()
+
+    def _send(self, data: bytes) -> None:
+        while True:
+            try:
+                self._plans.send(data, LOOK_S)
+            except MessageTooLarge:
+                raise
+            except RingError:  # full, or a rank is gone: the look says who is to blame
+                self._look()
+                time.sleep(LOOK_S)
+                continue
+            return
+
+    def _take(self, rank: int, data: bytes) -> None:
+        try:
+            if kind_of(data) == RESULT:
+                self._waiting[rank].append(decode_result(result_of(data)))
+                return
+            message = decode_control(data)
+        except ValueError as error:
+            self._fail(Diagnosis(message=f"rank {rank} sent what cannot be read: {error}"))
+        if isinstance(message, Failure):
+            self._watch.report(rank, message)
+        elif isinstance(message, Ready):
+            self._facts[rank] = dict(message.facts)
+        else:
+            self._fail(Diagnosis(message=f"rank {rank} sent {message!r}"))
+
+    def _look(self) -> None:
+        """Read what has come in, judge, and end everything if a rank has failed."""
+        exited = self._watch.exited()
+        for rank, inbox in enumerate(self._results):
+            self._drain(rank, inbox)
+        self._looked = time.monotonic()
+        diagnosis = self._watch.look(exited)
+        late = self._looked - self._moved
+        if diagnosis is None and self._in_flight and late > self._step_timeout_s:
+            step_id = self._in_flight[0]
+            diagnosis = Diagnosis(
+                message=f"step {step_id} has not ended within {late:.0f} s: {self._watch.overview()}"
+            )
+        if diagnosis is not None:
+            self._fail(diagnosis)
+
+    def _drain(self, rank: int, inbox: Inbox) -> None:
+        try:
+            while (data := inbox.try_receive()) is not None:
+                self._take(rank, data)
+        except RingDamaged as error:
+            self._fail(Diagnosis(message=f"rank {rank} sent what cannot be read: {error}"))
+
+    def _fail(self, diagnosis: Diagnosis) -> NoReturn:
+        self._failure = RankFailure(diagnosis.message)
+        self._end()
+        if diagnosis.is_user_error:
+            raise ValueError(diagnosis.message)
+        raise self._failure
+
+    def _end(self) -> None:
+        self._watch.kill()
+        self._plans.close()
+        for inbox in self._results:
+            inbox.close()
+        self._vitals.close()
+        self._store = None

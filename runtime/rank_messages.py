@@ -1,0 +1,104 @@
+"""What controller and ranks say to each other: plans and results as bytes, everything else as small msgpack maps.
+
+Every message begins with eight bytes that name its kind, so that what follows keeps its alignment. Nothing in a message
+is ever executed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import msgpack  # type: ignore[import-untyped]
+
+PLANS, RESULT, CONTROL = b"LSPLANS\0", b"LSRESULT", b"LSCONTRL"
+_TAG = 8
+_PLANS = struct.Struct("<8sq")  # tag, step
+
+Cause = Literal["user", "communication", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """rank -> controller: loaded; `facts` are integers such as `max_num_pages`."""
+
+    facts: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """controller -> rank: allocate, then expect plans."""
+
+    max_model_len: int
+    num_pages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """controller -> rank: no plan follows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """rank -> controller: one line on what was raised, and when by the monotonic clock.
+
+    `cause`: "user" for mistakes in configuration or files, "communication" for what another rank's end brings about.
+    """
+
+    error: str
+    phase: str
+    step_id: int
+    time_ns: int
+    cause: Cause
+
+
+Control = Ready | Start | Stop | Failure
+_KINDS: dict[str, type[Control]] = {"ready": Ready, "start": Start, "stop": Stop, "failure": Failure}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def encode_control(message: Control) -> bytes:
+    packed: bytes = msgpack.packb({"type": _NAMES[type(message)], **asdict(message)})
+    return CONTROL + packed
+
+
+def decode_control(data: bytes) -> Control:
+    """Raises ValueError for anything that is not a control message of this version."""
+    if data[:_TAG] != CONTROL:
+        raise ValueError(f"message begins with {data[:_TAG]!r}: expected {CONTROL!r}")
+    try:
+        values: Any = msgpack.unpackb(data[_TAG:])
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ValueError(f"control message of {len(data)} bytes is damaged: {error}") from None
+    kind = _KINDS.get(values.pop("type", None)) if isinstance(values, dict) else None
+    if kind is None or set(values) != {f.name for f in fields(kind)}:
+        raise ValueError(f"unknown control message: {values!r}")
+    return kind(**values)
+
+
+def frame_plans(step_id: int, plans: bytes) -> bytes:
+    """A message with the encoded plans of one step."""
+    return _PLANS.pack(PLANS, step_id) + plans
+
+
+def plans_of(data: bytes) -> tuple[int, memoryview]:
+    """(step id, encoded plans) of a message made by `frame_plans`."""
+    if len(data) < _PLANS.size or data[:_TAG] != PLANS:
+        raise ValueError(f"message of {len(data)} bytes begins with {data[:_TAG]!r}: expected {PLANS!r}")
+    _, step_id = _PLANS.unpack_from(data)
+    return step_id, memoryview(data)[_PLANS.size :]
+
+
+def frame_result(result: bytes) -> bytes:
+    return RESULT + result
+
+
+def kind_of(data: bytes) -> bytes:
+    """One of PLANS, RESULT and CONTROL, for messages that are in order."""
+    return data[:_TAG]
+
+
+def result_of(data: bytes) -> memoryview:
+    return memoryview(data)[_TAG:]

@@ -1,0 +1,62 @@
+"""A group that notes on the rank's vitals page which collective it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from parallel.group import Group, Pending
+from parallel.layout import RankGroups
+from runtime.vitals import RankVitals, text_field
+
+
+class WatchedGroup:
+    """Passes every call on. The note stays when a call raises: it then says where."""
+
+    def __init__(self, group: Group, vitals: RankVitals) -> None:
+        self.name, self.rank, self.size = group.name, group.rank, group.size
+        self._group, self._vitals = group, vitals
+        self._gather, self._scatter, self._even, self._uneven = (
+            text_field(f"{operation} on {group.name}")
+            for operation in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_uneven")
+        )
+
+    def all_gather(self, x: Tensor) -> Pending:
+        self._vitals.waiting(self._gather)
+        return self._started(self._group.all_gather(x), self._gather)
+
+    def reduce_scatter(self, x: Tensor) -> Pending:
+        self._vitals.waiting(self._scatter)
+        return self._started(self._group.reduce_scatter(x), self._scatter)
+
+    def all_to_all(self, x: Tensor) -> Pending:
+        self._vitals.waiting(self._even)
+        return self._started(self._group.all_to_all(x), self._even)
+
+    def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        self._vitals.waiting(self._uneven)
+        return self._started(self._group.all_to_all_uneven(x, send, receive), self._uneven)
+
+    def _started(self, pending: Pending, note: bytes) -> Pending:
+        self._vitals.waited()
+        return _Watched(pending, note, self._vitals)
+
+
+class _Watched:
+    __slots__ = ("_note", "_pending", "_vitals")
+
+    def __init__(self, pending: Pending, note: bytes, vitals: RankVitals) -> None:
+        self._pending, self._note, self._vitals = pending, note, vitals
+
+    def wait(self) -> Tensor:
+        self._vitals.waiting(self._note)
+        result = self._pending.wait()
+        self._vitals.waited()
+        return result
+
+
+def watch_groups(groups: RankGroups, vitals: RankVitals) -> RankGroups:
+    """Both groups, watched where they have more than one rank."""
+    tp, ep = (WatchedGroup(g, vitals) if g.size > 1 else g for g in (groups.tp, groups.ep))
+    return RankGroups(tp=tp, ep=ep)
