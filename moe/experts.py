@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.dispatcher import Dispatched
+from moe.dispatch_protocol import Dispatched
+from moe.router import Routing
 from parallel.linear import Linear
 
 # Up to this many weights in a layer, running every expert on every token beats sorting tokens ...
@@ -51,10 +52,7 @@ class GroupedExperts:
         hidden, routing = tokens.hidden, tokens.routing
         num_experts, top_k = len(self._experts), routing.expert_ids.shape[1]
         if hidden.shape[0] == 1:
-            expert_ids = routing.expert_ids[0].tolist()
-            if max(expert_ids) < num_experts:  # nothing to sort: one row for each expert
-                output = self._run_together([(e, hidden) for e in expert_ids], routing.weights.view(-1, 1))
-                return output.sum(0, keepdim=True)
+            return self._one_token(hidden, routing)
         sorted_ids, order = routing.expert_ids.flatten().sort(stable=True)  # [num_tokens * top_k]
         counts = torch.bincount(sorted_ids, minlength=num_experts + 1).tolist()[:num_experts]
         order = order[: sum(counts)]  # without those for no expert
@@ -74,6 +72,16 @@ class GroupedExperts:
                 piece = hidden.index_select(0, token_idx[rows])
                 output.index_add_(0, token_idx[rows], self._experts[expert](piece, weights[rows]))
         return output
+
+    def _one_token(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """[1, hidden_size]: nothing to sort, one row for each expert. With many ranks most routes lead elsewhere."""
+        expert_ids, weights = routing.expert_ids[0].tolist(), routing.weights.view(-1, 1)
+        here = [i for i, expert in enumerate(expert_ids) if expert < len(self._experts)]
+        if not here:
+            return torch.zeros_like(hidden)
+        if len(here) < len(expert_ids):
+            expert_ids, weights = [expert_ids[i] for i in here], weights[here]
+        return self._run_together([(e, hidden) for e in expert_ids], weights).sum(0, keepdim=True)
 
     def _run_together(self, pieces: list[tuple[int, Tensor]], weights: Tensor) -> Tensor:
         """Few rows: join the experts' inner values for what is done element by element. weights: [num_rows, 1]."""

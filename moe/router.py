@@ -83,12 +83,12 @@ def route(logits: Tensor, bias: Tensor | None, config: RouterConfig, dummy: Tens
 
 def _limit_groups(choice: Tensor, config: RouterConfig) -> Tensor:
     """Scores with everything outside the best groups at -inf; a group counts its two best, or its best one."""
-    num_tokens = choice.shape[0]
-    groups = choice.view(num_tokens, config.num_groups, -1)  # [num_tokens, num_groups, experts per group]
+    group_size = config.num_experts // config.num_groups
+    groups = choice.view(-1, config.num_groups, group_size)  # [num_tokens, num_groups, group_size]; maybe no tokens
     if config.method == "noaux_tc":
         group_scores = groups.topk(min(2, groups.shape[-1]), dim=-1)[0].sum(-1)  # [num_tokens, num_groups]
     else:
         group_scores = groups.amax(-1)
     chosen = torch.topk(group_scores, config.num_chosen_groups, dim=-1, sorted=False)[1]
     closed = torch.full_like(group_scores, -torch.inf).scatter_(1, chosen, 0.0)  # [num_tokens, num_groups]
-    return (groups + closed[:, :, None]).view(num_tokens, -1)
+    return (groups + closed[:, :, None]).view(-1, config.num_experts)

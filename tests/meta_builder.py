@@ -51,8 +51,8 @@ def build_meta(page_size: int, decode: list[Row], prefill: list[Row]) -> Attenti
         begin = end
     return AttentionMeta(
         num_tokens=len(positions),
-        positions=torch.tensor(positions),
-        write_index=torch.tensor(writes),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        write_index=torch.tensor(writes, dtype=torch.int64),
         decode=_decode_group(page_size, decode) if decode else None,
         prefill=tuple(rows),
     )

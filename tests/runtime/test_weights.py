@@ -116,6 +116,52 @@ def test_copies_are_recognised(tmp_path: Path) -> None:
         source.check_consumed()
 
 
+def test_copies_are_compared_in_the_given_rows_only(tmp_path: Path) -> None:
+    values = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    other = values.clone()
+    other[4, 2] += 1
+    source = checkpoint(tmp_path, {"w": values, "other": other, "longer": torch.cat((values, values))})
+    assert source.is_copy("other", "w", rows=slice(0, 4))
+    assert not source.is_copy("other", "w", rows=slice(4, 6))
+    assert not source.is_copy("longer", "w", rows=slice(0, 4))
+    assert source.bytes_by_tensor() == {"w": 72, "other": 72}
+
+
+def test_bytes_read_are_those_of_the_parts(tmp_path: Path) -> None:
+    quantised, scale = quantise(torch.randn(300, 200, generator=torch.Generator().manual_seed(0)))
+    source = checkpoint(tmp_path, {"w": torch.ones(10, 6).bfloat16(), "q": quantised, "q_scale_inv": scale})
+    assert source.bytes_read == 0
+    source.take("w", (10, 6), rows=slice(2, 5))
+    source.take_into(torch.empty(3, 6), "w", (10, 6), rows=slice(2, 5))  # from memory
+    source.take("w", (10, 6), cols=slice(0, 2))
+    source.take("q", (300, 200), rows=slice(130, 256))  # the second of three rows of blocks
+    assert source.bytes_by_tensor() == {"w": (3 * 6 + 10 * 2) * 2, "q": 126 * 200, "q_scale_inv": 2 * 4}
+    assert source.bytes_read == 76 + 25_200 + 8
+
+
+def test_tensors_left_to_other_ranks_are_checked_and_not_read(tmp_path: Path) -> None:
+    quantised, scale = quantise(torch.ones(130, 4))
+    tensors = {"w": torch.full((2, 3), torch.nan), "q": quantised, "q_scale_inv": scale, "ints": torch.ones(2).long()}
+    source = checkpoint(tmp_path, tensors)
+    with pytest.raises(ValueError, match="tensor absent is missing"):
+        source.leave("absent", (2, 3))
+    with pytest.raises(ValueError, match=r"tensor w in .* has shape \[2, 3\], expected \[3, 2\]"):
+        source.leave("w", (3, 2))
+    with pytest.raises(ValueError, match="tensor ints in .* has dtype I64"):
+        source.leave("ints", (2,))
+    with pytest.raises(ValueError, match="unexpected tensors"):
+        source.check_consumed()
+    source.leave("w", (2, 3))
+    source.leave("q", (130, 4))
+    source.ignore(["ints"])
+    source.check_consumed()
+    assert source.bytes_read == 0
+    (tmp_path / "scale").mkdir()
+    short = checkpoint(tmp_path / "scale", {"q": quantised, "q_scale_inv": scale[:1].clone()})
+    with pytest.raises(ValueError, match=r"tensor q_scale_inv in .* has shape \[1, 1\], expected \[2, 1\]"):
+        short.leave("q", (130, 4))
+
+
 def test_missing_folder_and_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such model folder"):
         WeightSource(tmp_path / "absent")
