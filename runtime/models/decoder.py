@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe.experts import GatedMlp
 from moe.layer import MoeLayer, MoeState
-from parallel.group import Group, SoloGroup
+from parallel.group import Group
 from parallel.norm import RmsNorm
 from parallel.tokens import gather_tokens, reduce_scatter_tokens
 from runtime.attention.mla_pass import MlaPass
@@ -32,14 +32,9 @@ class HalfState:
     num_tokens: int
     prepared: MlaPass  # of all n tokens
     kv: list[Tensor]  # per layer [num_pages, page_size, latent_width]
-    dummy: Tensor | None = None  # [ceil(n / tp)] bool: tokens for no expert (dummy rows, padding); None: there are none
+    dummy: Tensor | None  # [ceil(n / tp)] bool: tokens for no expert (dummy rows, padding); None: there are none
     moe: MoeState | None = None
     capacity: int | None = None  # rows that every rank pads to in a dispatch of fixed shape: >= ceil(n / tp) anywhere
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.num_tokens, int):  # until all callers give num_tokens
-            self.dummy, self.kv, self.prepared = self.kv, self.prepared, self.num_tokens  # type: ignore[unreachable]
-            self.num_tokens = len(self.hidden)
 
 
 Stage = Callable[[HalfState], None]
@@ -62,13 +57,13 @@ class DecoderLayer:
         self,
         *,
         kv_idx: int,
-        tp: Group | None = None,
+        tp: Group,
         attention_norm: RmsNorm,
         attention: Attention,
         mlp_norm: RmsNorm,
         mlp: GatedMlp | MoeLayer,
     ) -> None:
-        self._kv_idx, self._tp = kv_idx, SoloGroup("tp") if tp is None else tp
+        self._kv_idx, self._tp = kv_idx, tp
         self._attention_norm, self._attention, self._mlp_norm = attention_norm, attention, mlp_norm
         self.stages = self._moe_stages(mlp) if isinstance(mlp, MoeLayer) else self._dense_stages(mlp)
 
