@@ -24,7 +24,8 @@ class MoeState:
 class MoeLayer:
     """Router, dispatcher, experts and an optional shared expert (None also when the experts contain it).
 
-    The order is route, dispatch_send, run_experts, combine_send, combine_recv.
+    The order is route, dispatch_send, run_experts, combine_send, combine_recv, with run_shared anywhere after route: it
+    needs nothing from other ranks and fills a wait.
     """
 
     def __init__(self, router: Router, dispatcher: Dispatcher, experts: Experts, shared: GatedMlp | None) -> None:
@@ -40,7 +41,8 @@ class MoeLayer:
 
     def dispatch_send(self, state: MoeState) -> None:
         state.handle = self._dispatcher.dispatch_send(state.handle)
-        # The shared expert needs nothing from other ranks: it runs while tokens travel.
+
+    def run_shared(self, state: MoeState) -> None:
         if self._shared is not None:
             state.shared = self._shared(state.hidden)
 

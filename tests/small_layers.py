@@ -114,6 +114,7 @@ def run_moe(layer: MoeLayer, hidden: Tensor, dummy: Tensor | None = None, capaci
     """All stages of one layer on one half."""
     state = layer.route(hidden, dummy, capacity)
     layer.dispatch_send(state)
+    layer.run_shared(state)
     layer.run_experts(state)
     layer.combine_send(state)
     return layer.combine_recv(state)

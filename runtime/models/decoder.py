@@ -44,13 +44,13 @@ class DecoderLayer:
     """Attention and feed-forward part; `kv_idx` is the layer's place in the list of caches.
 
     `stages`: attention and routing | dispatch send, shared expert | dispatch recv, experts, combine send |
-    combine recv, or attention | mlp. Running them in order on one state is the layer.
+    combine recv, or attention | mlp. Running them in order on one state is the layer. `trailing_stages` are the same
+    for half B of two, which runs its shared expert before it sends: B's counts are then still on the way.
 
     An exchange over ep starts at the end of one stage and is waited for at the beginning of the next, so that between
-    the two there is always a stage of the other half: row counts travel during its attention, tokens during its shared
-    expert or experts, results during its experts or, of half B, during A's next attention (runtime/overlap.py). The
-    exchanges over tp stay inside a stage: they are within one node and brief, and splitting attention from routing
-    for them would leave the counts, which cross nodes, with nothing to hide behind.
+    the two there is always a stage of the other half (runtime/overlap.py). The exchanges over tp stay inside a stage:
+    they are within one node and brief, and splitting attention from routing for them would leave the counts, which
+    cross nodes, with nothing to hide behind.
     """
 
     def __init__(
@@ -65,7 +65,14 @@ class DecoderLayer:
     ) -> None:
         self._kv_idx, self._tp = kv_idx, tp
         self._attention_norm, self._attention, self._mlp_norm = attention_norm, attention, mlp_norm
-        self.stages = self._moe_stages(mlp) if isinstance(mlp, MoeLayer) else self._dense_stages(mlp)
+        self.stages: tuple[Stage, ...]
+        self.trailing_stages: tuple[Stage, ...]
+        if isinstance(mlp, MoeLayer):
+            moe = _MoeStages(mlp)
+            self.stages = self._route(mlp), moe.send_then_share, moe.run_experts, moe.combine_recv
+            self.trailing_stages = self.stages[0], moe.share_then_send, *self.stages[2:]
+        else:
+            self.stages = self.trailing_stages = self.attend, self._run_dense(mlp)
 
     def run(self, state: HalfState) -> None:
         for stage in self.stages:
@@ -83,33 +90,42 @@ class DecoderLayer:
         partial = module(full) if state.num_tokens else full
         state.hidden.add_(reduce_scatter_tokens(self._tp, partial))
 
-    def _dense_stages(self, mlp: GatedMlp) -> tuple[Stage, ...]:
+    def _run_dense(self, mlp: GatedMlp) -> Stage:
         def run_dense(state: HalfState) -> None:
             self._add_partial(state, self._mlp_norm(state.hidden), mlp)
 
-        return self.attend, run_dense
+        return run_dense
 
-    def _moe_stages(self, layer: MoeLayer) -> tuple[Stage, ...]:
+    def _route(self, layer: MoeLayer) -> Stage:
         def attend_and_route(state: HalfState) -> None:
             self.attend(state)
             state.moe = layer.route(self._mlp_norm(state.hidden), state.dummy, state.capacity)
 
-        return attend_and_route, *_exchange_stages(layer)
+        return attend_and_route
 
 
-def _exchange_stages(layer: MoeLayer) -> tuple[Stage, ...]:
-    def dispatch_send(state: HalfState) -> None:
+class _MoeStages:
+    """What follows routing, on a half's state."""
+
+    def __init__(self, layer: MoeLayer) -> None:
+        self._layer = layer
+
+    def send_then_share(self, state: HalfState) -> None:
         assert state.moe is not None
-        layer.dispatch_send(state.moe)
+        self._layer.dispatch_send(state.moe)
+        self._layer.run_shared(state.moe)
 
-    def run_experts(state: HalfState) -> None:
+    def share_then_send(self, state: HalfState) -> None:
         assert state.moe is not None
-        layer.run_experts(state.moe)
-        layer.combine_send(state.moe)  # at once: results travel during the other half's experts
+        self._layer.run_shared(state.moe)
+        self._layer.dispatch_send(state.moe)
 
-    def combine_recv(state: HalfState) -> None:
+    def run_experts(self, state: HalfState) -> None:
         assert state.moe is not None
-        state.hidden.add_(layer.combine_recv(state.moe))
+        self._layer.run_experts(state.moe)
+        self._layer.combine_send(state.moe)  # at once: results travel during the other half's experts
+
+    def combine_recv(self, state: HalfState) -> None:
+        assert state.moe is not None
+        state.hidden.add_(self._layer.combine_recv(state.moe))
         state.moe = None
-
-    return dispatch_send, run_experts, combine_recv

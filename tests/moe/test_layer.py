@@ -118,6 +118,7 @@ def test_interleaved_halves_equal_the_whole() -> None:
         states = [layer.route(part) for part in parts]
         for state in states:
             layer.dispatch_send(state)
+            layer.run_shared(state)
         for state in states:
             layer.run_experts(state)
         for state in states:

@@ -1,15 +1,15 @@
-"""Layers over ranks and halves equal one rank with one half, and the halves' stages really interleave."""
+"""Layers over ranks and halves equal one rank with one half, and all ranks make the same calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, DispatchKind, LocalDispatcher
-from parallel.group import Group, Pending, SoloGroup
+from parallel.group import Group
 from parallel.layout import Layout, RankGroups, solo_groups
 from parallel.ledger import Entry, Ledger, LedgerGroup
 from parallel.tokens import gather_tokens, local_slice, num_local_tokens
@@ -116,121 +116,3 @@ def test_the_ledger_is_the_same_on_all_ranks(kind: DispatchKind, layout: Layout)
     assert all(entries == calls[0] for entries in calls)
     for rank, entries in enumerate(ledgers):
         assert entries == ledgers[layout.dp_rank(rank) * layout.tp]
-
-
-class Diary:
-    """What one rank did, in order, as `half: event`."""
-
-    def __init__(self) -> None:
-        self.ledger = Ledger()
-        self.lines: list[str] = []
-
-    def note(self, event: str) -> None:
-        self.lines.append(f"{'AB'[self.ledger.half]}: {event}")
-
-
-class RecordingGroup(SoloGroup):
-    """Notes when operations start and when they are waited for; names them by their order within layer and half."""
-
-    def __init__(self, diary: Diary, names: Sequence[str]) -> None:
-        super().__init__("ep")
-        self._diary, self._names, self._counts = diary, names, [0, 0]
-
-    def all_gather(self, x: Tensor) -> Pending:
-        return self._begin(x)
-
-    def all_to_all(self, x: Tensor) -> Pending:
-        return self._begin(x)
-
-    def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        return self._begin(x)
-
-    def _begin(self, x: Tensor) -> Pending:
-        half_idx = self._diary.ledger.half
-        name = self._names[self._counts[half_idx] % len(self._names)]
-        self._counts[half_idx] += 1
-        self._diary.note(f"start {name}")
-        return _Recorded(self._diary, name, x)
-
-
-class _Recorded:
-    def __init__(self, diary: Diary, name: str, result: Tensor) -> None:
-        self._diary, self._name, self._result = diary, name, result
-
-    def wait(self) -> Tensor:
-        self._diary.note(f"wait {self._name}")
-        return self._result
-
-
-class Noted:
-    """A part of a layer that notes that it runs."""
-
-    def __init__(self, diary: Diary, name: str, part: Callable[..., Tensor]) -> None:
-        self._diary, self._name, self._part = diary, name, part
-
-    def __call__(self, *inputs: object) -> Tensor:
-        self._diary.note(self._name)
-        return self._part(*inputs)
-
-
-def diary_of(kind: DispatchKind, names: Sequence[str], num_halves: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two MoE layers on one rank whose experts and shared expert note that they run."""
-    diary = Diary()
-    group = RecordingGroup(diary, names)
-    layers = []
-    for i, weights in enumerate(WEIGHTS[:2]):
-        moe = weights.moe(group, back_end(kind, group))
-        layer = weights.decoder(i, SoloGroup("tp"), moe)
-        parts: list[tuple[object, str]] = [(moe, "experts"), (moe, "shared"), (layer, "attention")]
-        for owner, name in parts:
-            monkeypatch.setattr(owner, f"_{name}", Noted(diary, name, getattr(owner, f"_{name}")))
-        layers.append(layer)
-    halves = [half(group_tokens(i, 4), 4, 0, empty_caches(2, 4), None) for i in range(num_halves)]
-    with torch.inference_mode():
-        run_layers(layers, halves, diary.ledger)
-    return diary.lines
-
-
-FIRST_LAYER = """
-A: attention
-A: start counts
-B: attention
-B: start counts
-A: wait counts
-A: start tokens
-A: shared
-B: wait counts
-B: start tokens
-B: shared
-A: wait tokens
-A: experts
-A: start results
-B: wait tokens
-B: experts
-B: start results
-A: wait results
-A: attention
-""".strip().splitlines()
-
-
-def test_an_exchange_of_one_half_travels_while_the_other_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = diary_of("all_to_all", ["counts", "tokens", "results"], 2, monkeypatch)
-    assert lines[: len(FIRST_LAYER)] == FIRST_LAYER
-    assert lines[len(FIRST_LAYER) :][:3] == ["A: start counts", "B: wait results", "B: attention"]
-    assert lines[-2:] == ["A: wait results", "B: wait results"]
-
-
-def test_an_all_gather_of_a_starts_before_b_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = diary_of("all_gather", ["tokens", "results"], 2, monkeypatch)
-    assert lines[:6] == [
-        "A: attention", "A: start tokens", "B: attention", "B: start tokens", "A: shared", "B: shared",
-    ]
-
-
-def test_one_half_runs_its_shared_expert_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = diary_of("all_to_all", ["counts", "tokens", "results"], 1, monkeypatch)
-    alone = [
-        "attention", "start counts", "wait counts", "start tokens", "shared", "wait tokens", "experts",
-        "start results", "wait results",
-    ]
-    assert lines == [f"A: {event}" for event in alone * 2]

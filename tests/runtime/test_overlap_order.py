@@ -1,0 +1,181 @@
+"""In which order two halves take turns, and how much of their exchanges that hides, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.dispatcher import AllGatherDispatcher, AllToAllDispatcher, DispatchKind
+from parallel.group import Pending, SoloGroup
+from parallel.ledger import Ledger
+from runtime.models.decoder import DecoderLayer
+from runtime.overlap import run_layers
+from tests.small_layers import HIDDEN, NUM_EXPERTS, LayerWeights, empty_caches, half
+
+EXCHANGES = {"all_to_all": ("counts", "tokens", "results"), "all_gather": ("tokens", "results")}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time a whole layer's parts take (each half: half of it), and each exchange."""
+
+    attention: float = 0.0
+    shared: float = 0.0
+    experts: float = 0.0
+    latency: float = 0.0
+
+    def of(self, part: str) -> float:
+        return float(getattr(self, part))
+
+
+class Diary:
+    """What one rank did, in order, as `half: event`, and a clock that parts and waits move on."""
+
+    def __init__(self, kind: DispatchKind, costs: Costs, num_halves: int) -> None:
+        self.kind, self.costs, self.num_halves = kind, costs, num_halves
+        self.ledger = Ledger()
+        self.lines: list[str] = []
+        self.now = 0.0
+
+    def note(self, event: str) -> None:
+        self.lines.append(f"{'AB'[self.ledger.half]}: {event}")
+
+
+class RecordingGroup(SoloGroup):
+    """Notes when exchanges start and when they are waited for; names them by their order within layer and half."""
+
+    def __init__(self, diary: Diary) -> None:
+        super().__init__("ep")
+        self._diary, self._counts = diary, [0, 0]
+
+    def all_gather(self, x: Tensor) -> Pending:
+        return self._begin(x)
+
+    def all_to_all(self, x: Tensor) -> Pending:
+        return self._begin(x)
+
+    def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+        return self._begin(x)
+
+    def _begin(self, x: Tensor) -> Pending:
+        half_idx, names = self._diary.ledger.half, EXCHANGES[self._diary.kind]
+        name = names[self._counts[half_idx] % len(names)]
+        self._counts[half_idx] += 1
+        self._diary.note(f">{name}")
+        return _Recorded(self._diary, name, x)
+
+
+class _Recorded:
+    def __init__(self, diary: Diary, name: str, result: Tensor) -> None:
+        self._diary, self._name, self._result = diary, name, result
+        self._ready = diary.now + diary.costs.latency
+
+    def wait(self) -> Tensor:
+        self._diary.note(f"{self._name}>")
+        self._diary.now = max(self._diary.now, self._ready)
+        return self._result
+
+
+class Noted:
+    """A part of a layer that notes that it runs, and takes its time."""
+
+    def __init__(self, diary: Diary, name: str, part: Callable[..., Tensor]) -> None:
+        self._diary, self._name, self._part = diary, name, part
+
+    def __call__(self, *inputs: object) -> Tensor:
+        self._diary.note(self._name)
+        self._diary.now += self._diary.costs.of(self._name) / self._diary.num_halves
+        return self._part(*inputs)
+
+
+def noted_layer(diary: Diary, kv_idx: int, patch: pytest.MonkeyPatch) -> DecoderLayer:
+    group = RecordingGroup(diary)
+    make = AllGatherDispatcher if diary.kind == "all_gather" else AllToAllDispatcher
+    weights = LayerWeights(kv_idx)
+    moe = weights.moe(group, make(group, NUM_EXPERTS))
+    layer = weights.decoder(kv_idx, SoloGroup("tp"), moe)
+    parts: list[tuple[object, str]] = [(moe, "experts"), (moe, "shared"), (layer, "attention")]
+    for owner, name in parts:
+        patch.setattr(owner, f"_{name}", Noted(diary, name, getattr(owner, f"_{name}")))
+    return layer
+
+
+def run(
+    kind: DispatchKind, num_layers: int, num_halves: int, patch: pytest.MonkeyPatch, costs: Costs | None = None
+) -> Diary:
+    diary = Diary(kind, costs or Costs(), num_halves)
+    layers = [noted_layer(diary, i, patch) for i in range(num_layers)]
+    halves = [half(torch.ones(2, HIDDEN), 2, 0, empty_caches(num_layers, 2), None) for _ in range(num_halves)]
+    with torch.inference_mode():
+        run_layers(layers, halves, diary.ledger)
+    return diary
+
+
+TURNS = """
+A: attention
+A: >counts
+B: attention
+B: >counts
+A: counts>
+A: >tokens
+A: shared
+B: shared
+B: counts>
+B: >tokens
+A: tokens>
+A: experts
+A: >results
+B: tokens>
+B: experts
+B: >results
+A: results>
+A: attention
+A: >counts
+B: results>
+B: attention
+B: >counts
+""".strip().splitlines()
+
+
+def test_an_exchange_of_one_half_travels_while_the_other_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = run("all_to_all", 2, 2, monkeypatch).lines
+    assert lines[: len(TURNS)] == TURNS
+    assert lines[len(TURNS) :] == [*TURNS[4:16], "A: results>", "B: results>"]
+
+
+def test_a_back_end_of_fixed_shape_sends_as_of_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [line for line in TURNS if "tokens" not in line and "counts>" not in line]
+    expected = [line.replace("counts", "tokens") for line in expected]
+    for name in "AB":
+        expected.insert(expected.index(f"{name}: experts"), f"{name}: tokens>")
+    lines = run("all_gather", 2, 2, monkeypatch).lines
+    assert lines[: len(expected)] == expected
+
+
+def test_one_half_runs_its_shared_expert_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = run("all_to_all", 2, 1, monkeypatch).lines
+    alone = [line for line in TURNS[:16] if line.startswith("A")]
+    assert lines == [*alone, "A: results>"] * 2
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("latency", [0.25, 0.5, 1.0])
+def test_two_halves_hide_nine_tenths_of_what_can_be_hidden(
+    kind: DispatchKind, latency: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against one pass, whose exchanges are all exposed but for what its own shared expert covers."""
+    num_layers, costs = 20, Costs(attention=4.0, shared=1.0, experts=4.0, latency=latency)
+    one = run(kind, num_layers, 1, monkeypatch, costs).now
+    two = run(kind, num_layers, 2, monkeypatch, costs).now
+    compute = num_layers * 9.0
+    assert one >= compute + num_layers * (len(EXCHANGES[kind]) - 1) * latency
+    assert one - two >= 0.9 * (one - compute)
+
+
+def test_without_latency_two_halves_take_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = Costs(attention=4.0, shared=1.0, experts=4.0)
+    assert run("all_to_all", 3, 2, monkeypatch, costs).now == 27.0 == run("all_to_all", 3, 1, monkeypatch, costs).now
