@@ -27,7 +27,8 @@ def measure(*, num_readers: int, num_bytes: int, num_messages: int, interval_us:
     With an interval the writer rests between messages, and readers have gone to sleep when one comes.
     """
     for name, value, least in (
-        ("readers", num_readers, 1), ("bytes", num_bytes, 0), ("messages", num_messages, 1), ("interval-us", interval_us, 0),
+        ("readers", num_readers, 1), ("bytes", num_bytes, 0),
+        ("messages", num_messages, 1), ("interval-us", interval_us, 0),
     ):  # fmt: skip
         if value < least:
             raise ValueError(f"{name} = {value}: expected an integer >= {least}")
