@@ -91,8 +91,8 @@ class RingReader(RingEnd):
     def _copy(self, expected: int) -> bytes:
         memory, at = self._segment.memory, self._position % self._data_bytes
         sequence, length, check, zero = RECORD.unpack_from(memory, DATA + at)
-        if sequence != expected or zero:
-            raise RingDamaged(f"{self._who()}: found message {sequence}, expected {expected}")
+        if (sequence, zero) != (expected, 0):
+            raise RingDamaged(f"{self._who()}: found message {sequence} / {zero}, expected {expected} / 0")
         if length > self.capacity:
             raise RingDamaged(f"{self._who()}: message {sequence} of {length} bytes, expected at most {self.capacity}")
         start = at + RECORD.size
