@@ -128,8 +128,8 @@ def test_the_ledger_is_the_same_on_all_ranks_whatever_the_tokens(kind: DispatchK
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_partial_sums_are_added_in_rank_order(kind: DispatchKind) -> None:
-    """(((1e8 + 1) - 1e8) + 1) is 1 in float32; most other orders give 0 or 2."""
-    partial = [1e8, 1.0, -1e8, 1.0]
+    """((1 + 2^30) - 2^30) + 3 is 3 in float32; the reverse gives 1, pairs 0, others 0 or 4."""
+    partial = [1.0, 2.0**30, -(2.0**30), 3.0]
 
     def work(rank: int, groups: RankGroups) -> Tensor:
         dispatcher = back_end(kind, groups.ep)
@@ -139,7 +139,7 @@ def test_partial_sums_are_added_in_rank_order(kind: DispatchKind) -> None:
         return dispatcher.combine_recv(dispatcher.combine_send(torch.full_like(hidden, partial[rank]), sent))
 
     for found in run_ranks(Layout(dp=2, tp=2), work):
-        assert torch.equal(found, torch.ones(3, HIDDEN))
+        assert torch.equal(found, torch.full((3, HIDDEN), 3.0))
 
 
 class ShapesOnly:

@@ -104,6 +104,22 @@ def test_the_halves_are_not_independent() -> None:
     assert not torch.allclose(whole, alone, atol=1e-2)
 
 
+def test_dummy_tokens_see_no_expert() -> None:
+    tp, ep = solo_groups().tp, solo_groups().ep
+    layer = WEIGHTS[2].decoder(0, tp, WEIGHTS[2].moe(ep, LocalDispatcher(), shared=False))
+
+    def start(dummy: Tensor | None) -> HalfState:
+        return half(group_tokens(0, 4), 4, 0, empty_caches(1, 4), dummy)
+
+    attended, masked, routed = start(None), start(torch.tensor([False, True, False, True])), start(None)
+    layer.attend(attended)
+    run_layers([layer], [masked])
+    run_layers([layer], [routed])
+    assert torch.equal(masked.hidden[1::2], attended.hidden[1::2])
+    assert torch.allclose(masked.hidden[::2], routed.hidden[::2], atol=1e-6)
+    assert not torch.allclose(routed.hidden, attended.hidden, atol=1e-2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [Layout(dp=4), Layout(dp=2, tp=2), Layout(tp=4)], ids=str)
 def test_the_ledger_is_the_same_on_all_ranks(kind: DispatchKind, layout: Layout) -> None:
