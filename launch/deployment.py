@@ -69,16 +69,16 @@ def _spawn(config: EngineConfig, sizes: Sizes, module: str, patience: Patience) 
                     results_fd=results_fd, config=asdict(config),
                 )
                 processes.append(_start_rank(module, spec, config.threads))
-            store = host_store(listener)
+            vitals = Vitals(vitals_fd, len(names))
+            return RankChannel(
+                config.layout, plans, [Inbox(fd) for fd in results_fds], vitals,
+                RankWatch(names, processes, vitals, patience), step_timeout_s=patience.step_s,
+                store=host_store(listener),
+            )
         except BaseException:
             _kill(processes)
             plans.close()
             raise
-        vitals = Vitals(vitals_fd, len(names))
-        return RankChannel(
-            config.layout, plans, [Inbox(fd) for fd in results_fds], vitals,
-            RankWatch(names, processes, vitals, patience), step_timeout_s=patience.step_s, store=store,
-        )
 
 
 def _start_rank(module: str, spec: RankSpec, threads: int) -> subprocess.Popen[bytes]:

@@ -14,11 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.rank_loop import RankLoop, Served
 from runtime.ring import RingReader, RingWriter
 from runtime.vitals import RankVitals, text_field
+
+if TYPE_CHECKING:
+    from parallel.layout import RankGroups
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_OK, EXIT_FAILED, EXIT_ORPHANED = 0, 1, 3
@@ -81,8 +84,8 @@ def main(build: Build) -> None:
     os._exit(EXIT_OK if ended_well else EXIT_FAILED)  # not sys.exit: a lost connection may hold up destructors
 
 
-def build_rank(spec: RankSpec, vitals: RankVitals) -> Served:
-    """Meet the other ranks, then load this rank's share of the model."""
+def build_rank(spec: RankSpec, vitals: RankVitals, wrap: Callable[[RankGroups], RankGroups] | None = None) -> Served:
+    """Meet the other ranks, then load this rank's share of the model. `wrap` may put something around the groups."""
     from parallel.groups import join_ranks
     from parallel.layout import build_groups
     from runtime.config import EngineConfig
@@ -95,8 +98,9 @@ def build_rank(spec: RankSpec, vitals: RankVitals) -> Served:
     vitals.phase("meeting the other ranks")
     vitals.waiting(text_field("rendezvous"))
     join_ranks(spec.rank, spec.num_ranks, port=spec.store_port, device_type=device_type)
-    groups = watch_groups(build_groups(config.layout, device_type), vitals)
+    groups = build_groups(config.layout, device_type)
     vitals.waited()
+    groups = watch_groups(wrap(groups) if wrap is not None else groups, vitals)
     return ServedRank(Rank.load(config, groups, phase=vitals.phase), spec.dp_rank)
 
 

@@ -73,9 +73,12 @@ class Inbox:
             return None
 
     def close(self) -> None:
+        """May be called twice."""
         if self._reader is not None:
             self._reader.close()
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class RankChannel:
@@ -101,13 +104,6 @@ class RankChannel:
         self._moved = time.monotonic()  # when the oldest step in flight became the oldest
         self._looked = 0.0
         self._failure: RuntimeError | None = None
-        self._sizes: Sizes | None = None
-
-    @property
-    def sizes(self) -> Sizes:
-        """What the ranks have allocated."""
-        assert self._sizes is not None, "the ranks have not been started"
-        return self._sizes
 
     @property
     def facts(self) -> list[dict[str, int]]:
@@ -123,7 +119,6 @@ class RankChannel:
 
     def start(self, sizes: Sizes) -> None:
         """Have every rank allocate; plans may follow."""
-        self._sizes = sizes
         self._send(encode_control(Start(max_model_len=sizes.max_model_len, num_pages=sizes.num_pages)))
 
     def send(self, plans: Sequence[StepPlan]) -> None:
@@ -151,20 +146,20 @@ class RankChannel:
 
     def close(self) -> None:
         """Let the ranks end what they are at and stop; kill those that do not within seconds. Never raises."""
-        if self._failure is None:
-            self._failure = RuntimeError("the engine is closed")
-            try:
+        try:
+            if self._failure is None:
+                self._failure = RuntimeError("the engine is closed")
                 self._plans.send(encode_control(Stop()), CLOSE_S)
                 self._watch.wait_all(CLOSE_S)
-            except RingError:
-                pass
+        except RingError:
+            pass  # a rank is gone already
+        finally:
             self._end()
 
     def kill(self) -> None:
-        """End everything now, after a start that has failed. May follow a failure."""
-        if self._failure is None:
-            self._failure = RuntimeError("the engine is closed")
-            self._end()
+        """End everything now. May follow a failure."""
+        self._failure = self._failure or RuntimeError("the engine is closed")
+        self._end()
 
     def _next_result(self, rank: int) -> StepResult:
         waiting = self._waiting[rank]
@@ -236,6 +231,7 @@ class RankChannel:
         raise self._failure
 
     def _end(self) -> None:
+        """Processes first: nobody writes any more when the rings go. May be called twice."""
         self._watch.kill()
         self._plans.close()
         for inbox in self._results:

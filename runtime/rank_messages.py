@@ -72,7 +72,8 @@ def decode_control(data: bytes) -> Control:
         values: Any = msgpack.unpackb(data[_TAG:])
     except (ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"control message of {len(data)} bytes is damaged: {error}") from None
-    kind = _KINDS.get(values.pop("type", None)) if isinstance(values, dict) else None
+    name = values.pop("type", None) if isinstance(values, dict) else None
+    kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None or set(values) != {f.name for f in fields(kind)}:
         raise ValueError(f"unknown control message: {values!r}")
     return kind(**values)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from launch.config import BUILT_IN, DraftSection, EngineSection, ModelSection, load_config, parse_override
+from launch.config import (
+    BUILT_IN,
+    DraftSection,
+    EngineSection,
+    ModelSection,
+    ParallelSection,
+    load_config,
+    parse_override,
+)
 from runtime.config import EngineConfig
 
 
@@ -26,13 +35,15 @@ def test_the_demo_gives_an_engine_configuration(minnow: Path) -> None:
 
 
 def test_every_engine_field_can_be_set_from_a_file() -> None:
-    keys = {*EngineSection.model_fields, "model", "storage", "max_model_len", "draft_method", "draft_tokens"}
+    sections = {*EngineSection.model_fields, *ParallelSection.model_fields}
+    keys = {*sections, "model", "storage", "max_model_len", "draft_method", "draft_tokens"}
     assert keys == {field.name for field in dataclasses.fields(EngineConfig)}
 
 
 def test_defaults_are_those_of_the_engine() -> None:
     engine = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    assert EngineSection().model_dump() == {name: engine[name] for name in EngineSection.model_fields}
+    for section in (EngineSection(), ParallelSection()):
+        assert section.model_dump() == {name: engine[name] for name in type(section).model_fields}
     assert ModelSection(path="x").storage == engine["storage"]
     assert DraftSection().method == engine["draft_method"]
 
@@ -108,6 +119,19 @@ def test_faults_in_an_override_are_blamed_on_it(tmp_path: Path) -> None:
     file = write(tmp_path, '[model]\npath = "m"\n')
     for override in ("engine.threads=0", "engin.threads=1", "engine.thread=1"):
         with pytest.raises(ValueError, match="^--set: "):
+            load_config(file, [override])
+
+
+def test_the_layout_of_ranks(tmp_path: Path) -> None:
+    file = write(tmp_path, f"[model]\npath = '{BUILT_IN.parent / 'minnow'}'\n[parallel]\ndp = 2\nsplit = 'off'\n")
+    engine = load_config(file, ["parallel.tp=4", "parallel.split=on"]).engine_config()
+    assert (engine.dp, engine.tp, engine.layout.ep, engine.split, engine.split_min_tokens) == (2, 4, 8, "on", 64)
+    for override, message in (
+        ("parallel.tp=0", "parallel.tp = 0: input should be greater than or equal to 1"),
+        ("parallel.split=maybe", "parallel.split = 'maybe': input should be 'auto', 'on' or 'off'"),
+        ("parallel.tpp=2", "unknown key 'parallel.tpp': did you mean 'tp'?"),
+    ):
+        with pytest.raises(ValueError, match=f"^--set: {re.escape(message)}"):
             load_config(file, [override])
 
 
