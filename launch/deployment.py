@@ -14,10 +14,11 @@ from launch.rank_main import RankSpec
 from parallel.groups import host_store, listen_locally
 from runtime.config import MAX_DRAFT_TOKENS, EngineConfig
 from runtime.engine import Deployment
+from runtime.inbox import Inbox
 from runtime.loading import read_facts
 from runtime.models.config import load_model_config
 from runtime.models.shards import check_layout
-from runtime.rank_channel import Inbox, RankChannel
+from runtime.rank_channel import RankChannel
 from runtime.rank_watch import Patience, RankWatch, rank_names
 from runtime.request import MAX_LOGPROBS
 from runtime.ring import RingWriter, create_segment

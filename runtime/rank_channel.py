@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import NoReturn
 
 from parallel.layout import Layout
 from runtime.channel import RankFailure
+from runtime.inbox import Inbox
 from runtime.plan import StepPlan, StepResult, encode_step
 from runtime.rank_messages import (
     RESULT,
@@ -23,62 +23,14 @@ from runtime.rank_messages import (
     kind_of,
     result_of,
 )
-from runtime.rank_watch import Diagnosis, RankWatch
+from runtime.rank_watch import Diagnosis, RankWatch, rank_names
 from runtime.result_codec import decode_result
-from runtime.ring import (
-    MessageTooLarge,
-    RingClosed,
-    RingDamaged,
-    RingError,
-    RingReader,
-    RingTimeout,
-    RingWriter,
-    WriterDead,
-)
-from runtime.ring_layout import MAGIC
+from runtime.ring import MessageTooLarge, RingDamaged, RingError, RingWriter
 from runtime.sizing import Sizes
 from runtime.vitals import Vitals
 
 LOOK_S = 0.05  # between two looks at the ranks
 CLOSE_S = 3.0  # how long ranks may take to end by themselves
-
-
-class Inbox:
-    """The controller's end of one rank's result ring, which that rank makes when it gets round to it."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = os.dup(fd)
-        self._reader: RingReader | None = None
-
-    def try_receive(self) -> bytes | None:
-        """The next message if there is one; nothing more comes from a rank that has ended."""
-        if self._reader is None:
-            if os.pread(self._fd, len(MAGIC), 0) != MAGIC:
-                return None
-            self._reader = RingReader(self._fd, 0)
-        try:
-            return self._reader.try_receive()
-        except (WriterDead, RingClosed):
-            return None
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        """The next message; None when none has come within `timeout_s`."""
-        assert self._reader is not None, "the rank has not reported yet"
-        try:
-            return self._reader.receive(timeout_s)
-        except RingTimeout:
-            return None
-        except (WriterDead, RingClosed):
-            time.sleep(timeout_s)
-            return None
-
-    def close(self) -> None:
-        """May be called twice."""
-        if self._reader is not None:
-            self._reader.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 class RankChannel:
@@ -166,11 +118,8 @@ class RankChannel:
         while not waiting:
             if self._failure is not None:
                 raise self._failure
-            data = self._results[rank].receive(LOOK_S)
-            if data is None:
+            if not self._take_next(rank, LOOK_S):
                 self._look()
-            else:
-                self._take(rank, data)
         return waiting.popleft()
 
     def _send(self, data: bytes) -> None:
@@ -185,43 +134,50 @@ class RankChannel:
                 continue
             return
 
-    def _take(self, rank: int, data: bytes) -> None:
+    def _take_next(self, rank: int, timeout_s: float) -> bool:
+        """Take in a rank's next message; False if there is none within `timeout_s`."""
+        inbox = self._results[rank]
         try:
-            if kind_of(data) == RESULT:
-                self._waiting[rank].append(decode_result(result_of(data)))
-                return
-            message = decode_control(data)
-        except ValueError as error:
-            self._fail(Diagnosis(message=f"rank {rank} sent what cannot be read: {error}"))
+            data = inbox.receive(timeout_s) if timeout_s else inbox.try_receive()
+            if data is not None:
+                self._take(rank, data)
+        except (RingDamaged, ValueError) as error:
+            name = rank_names(self._layout)[rank]
+            self._fail(Diagnosis(message=f"{name} sent what cannot be read: {error}"))
+        return data is not None
+
+    def _take(self, rank: int, data: bytes) -> None:
+        if kind_of(data) == RESULT:
+            self._waiting[rank].append(decode_result(result_of(data)))
+            return
+        message = decode_control(data)
         if isinstance(message, Failure):
             self._watch.report(rank, message)
         elif isinstance(message, Ready):
             self._facts[rank] = dict(message.facts)
         else:
-            self._fail(Diagnosis(message=f"rank {rank} sent {message!r}"))
+            raise ValueError(f"a rank does not say {message!r}")
 
     def _look(self) -> None:
         """Read what has come in, judge, and end everything if a rank has failed."""
         exited = self._watch.exited()
-        for rank, inbox in enumerate(self._results):
-            self._drain(rank, inbox)
+        for rank in range(self._layout.ep):
+            while self._take_next(rank, 0.0):
+                pass
         self._looked = time.monotonic()
-        diagnosis = self._watch.look(exited)
-        late = self._looked - self._moved
-        if diagnosis is None and self._in_flight and late > self._step_timeout_s:
-            step_id = self._in_flight[0]
-            diagnosis = Diagnosis(
-                message=f"step {step_id} has not ended within {late:.0f} s: {self._watch.overview()}"
-            )
+        diagnosis = self._watch.look(exited) or self._late()
         if diagnosis is not None:
             self._fail(diagnosis)
 
-    def _drain(self, rank: int, inbox: Inbox) -> None:
-        try:
-            while (data := inbox.try_receive()) is not None:
-                self._take(rank, data)
-        except RingDamaged as error:
-            self._fail(Diagnosis(message=f"rank {rank} sent what cannot be read: {error}"))
+    def _late(self) -> Diagnosis | None:
+        """Whether the oldest step in flight takes too long. One whose results lie here waits for us."""
+        late = self._looked - self._moved
+        leaders = self._waiting[:: self._layout.tp]
+        if not self._in_flight or late <= self._step_timeout_s or all(leaders):
+            return None
+        return Diagnosis(
+            message=f"step {self._in_flight[0]} has not ended within {late:.0f} s: {self._watch.overview()}"
+        )
 
     def _fail(self, diagnosis: Diagnosis) -> NoReturn:
         self._failure = RankFailure(diagnosis.message)

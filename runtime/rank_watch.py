@@ -37,7 +37,7 @@ class Patience:
     grace_s: float = 0.3
     connection_grace_s: float = 1.0  # as long as every sign is a lost connection
     step_s: float = 120.0
-    blind_s: float = 0.5  # after a longer gap between two looks silence is measured anew
+    gap_s: float = 0.25  # a longer gap between two looks counts as this much silence: the watcher was away, too
 
 
 class Process(Protocol):
@@ -86,7 +86,8 @@ class RankWatch:
         self._suspects: dict[int, _Suspect] = {}
         self._first_sign = 0.0
         self._looked = time.monotonic()
-        self._beats = [(0, self._looked)] * len(names)  # last heartbeat, and when it was first seen
+        self._beats = [0] * len(names)  # the last heartbeat of each rank
+        self._silence_s = [0.0] * len(names)  # and for how long we have seen no other
 
     def exited(self) -> list[int]:
         """Ranks whose process has ended. Read their messages after this, then `look`: no last word is missed."""
@@ -148,17 +149,19 @@ class RankWatch:
         self.wait_all(KILL_TIMEOUT_S)
 
     def _look_for_silence(self, now: float, vitals: Sequence[RankVital]) -> None:
-        blind = now - self._looked > self._patience.blind_s
+        gap = min(now - self._looked, self._patience.gap_s)
         self._looked = now
         for vital in vitals:
-            beat, since = self._beats[vital.rank]
-            if vital.heartbeat_ns != beat or blind:
-                self._beats[vital.rank] = (vital.heartbeat_ns, now)
-                self._forget_silence(vital.rank)
-            elif now - since >= self._limit(vital) and vital.rank not in self._suspects:
-                text = f"{self._names[vital.rank]} has shown no sign of life for {now - since:.1f} s"
-                text += _where(vital.phase, vital.step_id).replace(" in", ", last in", 1)
-                self._suspects[vital.rank] = _Suspect(STANDS_STILL, now, vital.rank, text)
+            rank = vital.rank
+            if vital.heartbeat_ns != self._beats[rank]:
+                self._beats[rank], self._silence_s[rank] = vital.heartbeat_ns, 0.0
+                self._forget_silence(rank)
+                continue
+            self._silence_s[rank] += gap
+            if self._silence_s[rank] >= self._limit(vital) and rank not in self._suspects:
+                text = f"{self._names[rank]} has shown no sign of life for {self._silence_s[rank]:.1f} s, last"
+                text += _where(vital.phase, vital.step_id)
+                self._suspects[rank] = _Suspect(STANDS_STILL, now, rank, text)
 
     def _limit(self, vital: RankVital) -> float:
         patience = self._patience

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from parallel.layout import Layout
+from runtime.inbox import Inbox
 from runtime.plan import PlanArrays, StepPlan, StepResult, decode_section
-from runtime.rank_channel import Inbox, RankChannel
+from runtime.rank_channel import RankChannel
 from runtime.rank_loop import RankLoop, Served
 from runtime.rank_watch import Patience, RankWatch, rank_names
 from runtime.result_codec import encode_result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -142,6 +143,17 @@ def test_a_step_without_end_tells_what_everybody_is_doing() -> None:
         gate.set()
 
 
+def test_a_step_that_has_ended_may_wait_for_the_controller_for_ever() -> None:
+    with deployed(ThreadRanks(Layout(dp=2), patience=replace(QUICK, step_s=0.1))) as ranks:
+        ranks.channel.wait_ready()
+        ranks.channel.start(SIZES)
+        ranks.channel.send([empty_plan(1), empty_plan(1)])
+        for _ in range(4):
+            time.sleep(0.06)
+            ranks.channel.raise_failure()
+        assert [result.step_id for result in ranks.channel.receive()] == [1, 1]
+
+
 def test_a_result_that_cannot_be_read_is_blamed_on_its_rank() -> None:
     class Mumbling(Echo):
         def run(self, plans: memoryview, publish: object) -> None:
@@ -153,5 +165,5 @@ def test_a_result_that_cannot_be_read_is_blamed_on_its_rank() -> None:
         ranks.channel.wait_ready()
         ranks.channel.start(SIZES)
         ranks.channel.send([empty_plan(1), empty_plan(1)])
-        with pytest.raises(RankFailure, match="rank 0 sent what cannot be read: result of 6 bytes is shorter"):
+        with pytest.raises(RankFailure, match=r"^rank 0 \(dp 0, tp 0\) sent what cannot be read: result of 6 bytes"):
             ranks.channel.receive()
