@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 DEAD_STATES = frozenset("ZX")  # ended but not yet waited for (a child of the controller), being removed
 STATE_FIELD, START_FIELD = 0, 19  # of /proc/<pid>/stat, counted after the command's closing parenthesis
@@ -26,9 +25,9 @@ class ProcessId:
     def state(self) -> str:
         """The kernel's letter (R runs, S sleeps, T is stopped, ...); "X" if it is gone or the pid is another's."""
         fields = _stat_fields(self.pid)
-        if fields:
-            return fields[STATE_FIELD] if int(fields[START_FIELD]) == self.start else "X"
-        return "X" if _has_proc() else _state_by_signal(self.pid)
+        if not fields:
+            return _state_by_signal(self.pid)
+        return fields[STATE_FIELD] if int(fields[START_FIELD]) == self.start else "X"
 
     def is_alive(self) -> bool:
         """False for a zombie too."""
@@ -37,17 +36,20 @@ class ProcessId:
 
 def _stat_fields(pid: int) -> list[str]:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # every wait comes here 20 times a second: no layers
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    try:
+        text = os.read(file, 4096).decode(errors="replace")
+    except ProcessLookupError:
+        return []
+    finally:
+        os.close(file)
     return text[text.rindex(")") + 1 :].split()  # the command itself may hold spaces and parentheses
 
 
-def _has_proc() -> bool:
-    return Path("/proc/self/stat").exists()
-
-
 def _state_by_signal(pid: int) -> str:
+    """Where /proc is missing or hides other users' processes."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
