@@ -25,15 +25,15 @@ FIXED_CRC = struct.Struct("=I")  # CRC-32 of the fixed fields after the magic
 NAME, NAME_BYTES = 64, 64
 SEQUENCE = 128  # u64: messages published. Stored last: what it counts is complete
 WRITER_STATE = 192  # u64
-WRITER_WAITS_FOR = 200  # u8: 1 + index of the reader the writer sleeps for, or 0
-READER_SLEEPS = 256  # u8[MAX_READERS]
+WRITER_WAITS_FOR = 200  # u8 in a u64: 1 + index of the reader the writer sleeps for, or 0
+READER_SLEEPS = 256  # u8[MAX_READERS], looked at eight in a word
 SLOTS, SLOT_BYTES = 4096, 128  # one for each reader
 SLOT_POSITION, SLOT_STATE, SLOT_PID, SLOT_START, SLOT_NAME = 0, 64, 72, 80, 88  # position: u64, bytes taken so far
 SLOT_NAME_BYTES = SLOT_BYTES - SLOT_NAME
 DATA = SLOTS + MAX_READERS * SLOT_BYTES
-RECORD = struct.Struct("=QQQQ")  # sequence number, length, checksum, 0
+RECORD_BYTES = 32  # u64: sequence number, length, checksum, 0; the message follows
 ABSENT, OPEN, CLOSED = 0, 1, 2  # states of an end
-assert RECORD.size == ALIGN
+assert RECORD_BYTES == ALIGN
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def create_segment(name: str, capacity: int) -> int:
 
 def record_bytes(length: int) -> int:
     """What a message of `length` bytes takes in the ring."""
-    return RECORD.size + -(-length // ALIGN) * ALIGN
+    return RECORD_BYTES + -(-length // ALIGN) * ALIGN
 
 
 def slot(index: int) -> int:
@@ -82,7 +82,7 @@ def slot(index: int) -> int:
 
 def data_bytes(size: int) -> int:
     """What is left for records in a segment of `size` bytes."""
-    if size <= DATA + RECORD.size or size % ALIGN:
+    if size <= DATA + RECORD_BYTES or size % ALIGN:
         raise ValueError(f"a segment of {size} bytes was not made by create_segment")
     return size - DATA
 
@@ -97,7 +97,7 @@ def write_header(memory: mmap.mmap, name: str, readers: Sequence[str]) -> None:
     for index, reader in enumerate(readers):
         memory[slot(index) + SLOT_NAME : slot(index) + SLOT_BYTES] = _padded(reader, SLOT_NAME_BYTES)
     me, room = ProcessId.of(os.getpid()), data_bytes(len(memory))
-    FIXED.pack_into(memory, 0, bytes(8), VERSION, len(readers), room, room - RECORD.size, me.pid, me.start)
+    FIXED.pack_into(memory, 0, bytes(8), VERSION, len(readers), room, room - RECORD_BYTES, me.pid, me.start)
     FIXED_CRC.pack_into(memory, FIXED.size, _fixed_crc(memory))
     memory[: len(MAGIC)] = MAGIC  # last: what it stands before is complete
 
@@ -113,7 +113,7 @@ def read_header(memory: mmap.mmap) -> Header:
     (crc,) = FIXED_CRC.unpack_from(memory, FIXED.size)
     if crc != _fixed_crc(memory):
         raise RingDamaged(f"ring {name!r}: header has checksum {_fixed_crc(memory):#x}, expected {crc:#x}")
-    if (room, capacity) != (data_bytes(len(memory)), data_bytes(len(memory)) - RECORD.size):
+    if (room, capacity) != (data_bytes(len(memory)), data_bytes(len(memory)) - RECORD_BYTES):
         raise RingDamaged(f"ring {name!r}: header speaks of {room} data bytes, mapped are {data_bytes(len(memory))}")
     return Header(name, num_readers, ProcessId(pid, start))
 

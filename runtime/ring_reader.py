@@ -10,7 +10,7 @@ from runtime.checksum import checksum
 from runtime.futex import Sleeper
 from runtime.liveness import ProcessId
 from runtime.ring_errors import RingClosed, RingDamaged, RingTimeout, WriterDead
-from runtime.ring_layout import ABSENT, CLOSED, DATA, OPEN, RECORD, slot
+from runtime.ring_layout import ABSENT, CLOSED, DATA, OPEN, RECORD_BYTES, slot
 from runtime.ring_segment import RingEnd, Segment
 
 SETTLE_S = 0.002
@@ -66,11 +66,12 @@ class RingReader(RingEnd):
 
     def _take(self) -> bytes:
         data = self._verified()
-        segment, self.sequence = self._segment, self.sequence + 1
+        segment, words = self._segment, self._segment.words
+        self.sequence += 1
         self._position += layout.record_bytes(len(data))
-        segment.words[self._own_position >> 3] = self._position
+        words[self._own_position >> 3] = self._position
         segment.fence()  # else we could miss a writer that is just about to sleep
-        if segment.memory[layout.WRITER_WAITS_FOR] == self.index + 1:
+        if words[layout.WRITER_WAITS_FOR >> 3] and segment.memory[layout.WRITER_WAITS_FOR] == self.index + 1:
             segment.wake(self._own_position)
         return data
 
@@ -79,7 +80,10 @@ class RingReader(RingEnd):
 
         x86 shows stores in their order; elsewhere the sequence number may be seen a moment before the record.
         """
-        deadline = time.perf_counter() + SETTLE_S
+        try:
+            return self._copy(self.sequence + 1)
+        except RingDamaged:
+            deadline = time.perf_counter() + SETTLE_S
         while True:
             try:
                 return self._copy(self.sequence + 1)
@@ -89,13 +93,14 @@ class RingReader(RingEnd):
                 os.sched_yield()
 
     def _copy(self, expected: int) -> bytes:
-        memory, at = self._segment.memory, self._position % self._data_bytes
-        sequence, length, check, zero = RECORD.unpack_from(memory, DATA + at)
-        if (sequence, zero) != (expected, 0):
+        memory, words, at = self._segment.memory, self._segment.words, self._position % self._data_bytes
+        record = (DATA + at) >> 3
+        sequence, length, check, zero = words[record], words[record + 1], words[record + 2], words[record + 3]
+        if sequence != expected or zero:
             raise RingDamaged(f"{self._who()}: found message {sequence} / {zero}, expected {expected} / 0")
         if length > self.capacity:
             raise RingDamaged(f"{self._who()}: message {sequence} of {length} bytes, expected at most {self.capacity}")
-        start = at + RECORD.size
+        start = at + RECORD_BYTES
         beyond = start + length - self._data_bytes
         if beyond <= 0:
             data = memory[DATA + start : DATA + start + length]

@@ -18,10 +18,8 @@ from runtime.ring_errors import (
     RingDamaged,
     RingError,
 )
-from runtime.ring_layout import ABSENT, CLOSED, DATA, OPEN, RECORD, slot
+from runtime.ring_layout import ABSENT, CLOSED, DATA, OPEN, RECORD_BYTES, slot
 from runtime.ring_segment import RingEnd, Segment
-
-NOBODY = bytes(layout.MAX_READERS)
 
 
 class RingWriter(RingEnd):
@@ -36,6 +34,7 @@ class RingWriter(RingEnd):
             raise
         self._segment.store(layout.WRITER_STATE, OPEN)
         self.name, self.readers = name, tuple(readers)
+        self._sleep_words = range(layout.READER_SLEEPS >> 3, (layout.READER_SLEEPS + len(readers) + 7) >> 3)
         self._free_until = self._data_bytes  # position that no record may pass before a reader was seen to move
 
     def send(self, data: bytes | bytearray | memoryview, timeout_s: float) -> None:
@@ -90,9 +89,13 @@ class RingWriter(RingEnd):
 
     def _write(self, data: bytes | bytearray | memoryview, length: int, sequence: int) -> None:
         """Put a record behind the last one; what does not fit before the end of the memory goes on at its beginning."""
-        memory, at = self._segment.memory, self._position % self._data_bytes
-        RECORD.pack_into(memory, DATA + at, sequence, length, checksum(data, sequence), 0)
-        start = at + RECORD.size
+        memory, words, at = self._segment.memory, self._segment.words, self._position % self._data_bytes
+        record = (DATA + at) >> 3
+        words[record] = sequence
+        words[record + 1] = length
+        words[record + 2] = checksum(data, sequence)
+        words[record + 3] = 0
+        start = at + RECORD_BYTES
         first = self._data_bytes - start
         if length <= first:
             memory[DATA + start : DATA + start + length] = data
@@ -101,11 +104,13 @@ class RingWriter(RingEnd):
             memory[DATA : DATA + length - first] = memoryview(data)[first:]
 
     def _publish(self) -> None:
-        segment = self._segment
-        segment.words[layout.SEQUENCE >> 3] = self.sequence
+        segment, words = self._segment, self._segment.words
+        words[layout.SEQUENCE >> 3] = self.sequence
         segment.fence()  # else we could miss a reader that is just about to sleep
-        if segment.memory[layout.READER_SLEEPS : layout.READER_SLEEPS + layout.MAX_READERS] != NOBODY:
-            segment.wake(layout.SEQUENCE)
+        for index in self._sleep_words:
+            if words[index]:
+                segment.wake(layout.SEQUENCE)
+                return
 
     def _make_room(self, target: int, timeout_s: float) -> None:
         """Wait until every reader has taken `target` bytes."""
