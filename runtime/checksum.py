@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 
-SHORT_BYTES = 8192
+SHORT_BYTES = 16384
 MASK = (1 << 64) - 1
 LENGTH_FACTOR, SEQUENCE_FACTOR = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F  # odd: no two lengths or numbers look alike
 
@@ -17,7 +17,7 @@ def checksum(data: bytes | bytearray | memoryview, sequence: int) -> int:
     Short messages: CRC-32, mixed with length and sequence. Its cost is little code, and right after another process
     had the core (which is when a message comes) the code is what costs: numpy takes 10 us then for one word.
     Longer ones: the sum of the 64-bit words, mod 2**64, in the same mix: any one changed word shows, words that change
-    places do not. 64 KiB take 3 us, or 12 right after another process; CRC-32 takes 18-60, by the build of zlib.
+    places do not. 64 KiB take 3 us, 12 right after another process; CRC-32 takes 18-60, by the build of zlib.
     """
     length = len(data)
     if length <= SHORT_BYTES:

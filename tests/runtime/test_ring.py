@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checksum import checksum
+from runtime.checksum import SHORT_BYTES, checksum
 from runtime.futex import Futex, Naps, Sleeper, futex_number
 from runtime.ring import (
     ReaderLagging,
@@ -275,7 +275,7 @@ def test_closing_is_heard_after_everything_sent(stack: ExitStack) -> None:
 
 def test_the_checksum_sees_changes() -> None:
     rng = random.Random(2)
-    for size in (0, 1, 7, 8, 9, 1000, 65536, 65543):
+    for size in (0, 1, 7, 8, 9, 1000, SHORT_BYTES, SHORT_BYTES + 1, 65536, 65543):
         data = bytearray(rng.randbytes(size))
         seen = {checksum(data, 1), checksum(data, 2), checksum(data + b"\0", 1)}
         for at in {0, size // 2, size - 1} if size else set():

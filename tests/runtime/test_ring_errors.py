@@ -231,6 +231,17 @@ class TestReader:
         raw.memory[layout.DATA + offset] ^= 0x03
         assert readers[0].receive(NEVER_S) == bytes(1000)
 
+    def test_damage_in_a_long_message(self, stack: ExitStack) -> None:
+        fd = create_segment("plans", 100_000)
+        stack.callback(os.close, fd)
+        writer = stack.enter_context(RingWriter(fd, "plans", ["rank 4"]))
+        reader, raw = stack.enter_context(RingReader(fd, 0)), Segment(fd)
+        stack.callback(raw.close)
+        writer.send(bytes(100_000), NEVER_S)
+        raw.memory[layout.DATA + 77_777] ^= 1
+        with pytest.raises(RingDamaged, match="message 1 has checksum"):
+            reader.receive(NEVER_S)
+
     def test_publishing_before_writing_is_seen_as_a_tear(self, writer: RingWriter, readers: list[RingReader]) -> None:
         """The control: a writer that does it in the wrong order is found out by the checks."""
         writer.send(b"a" * 100, NEVER_S)
