@@ -2,8 +2,8 @@
 
 The writer fills a record behind all readers and then stores its sequence number in the header; a reader copies the
 record, verifies the copy and then stores how far it is. Whoever is killed at whatever instruction, the others see a
-whole message or none. Nobody spins for longer than 50 us, nobody sleeps for longer than 50 ms without a look at whether
-the other side still lives, and a side that is asleep is woken through a futex.
+whole message or none. A side that waits gives way 50 times, then sleeps and is woken through a futex; it never sleeps
+for longer than 50 ms without a look at whether the other side still lives.
 
     fd = create_segment("plans", capacity=1 << 20)
     writer = RingWriter(fd, "plans", ["rank 0", "rank 1"])

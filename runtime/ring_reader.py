@@ -67,9 +67,9 @@ class RingReader(RingEnd):
     def _take(self) -> bytes:
         data = self._verified()
         segment, words = self._segment, self._segment.words
-        self.sequence += 1
-        self._position += layout.record_bytes(len(data))
-        words[self._own_position >> 3] = self._position
+        end = self._position + layout.record_bytes(len(data))
+        self._position, self.sequence = end, self.sequence + 1  # no call in between: an interrupt finds both or none
+        words[self._own_position >> 3] = end
         segment.fence()  # else we could miss a writer that is just about to sleep
         if words[layout.WRITER_WAITS_FOR >> 3] and segment.memory[layout.WRITER_WAITS_FOR] == self.index + 1:
             segment.wake(self._own_position)
