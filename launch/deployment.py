@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -64,12 +65,13 @@ def _spawn(config: EngineConfig, sizes: Sizes, module: str, patience: Patience) 
         results_fds = [_segment(stack, f"results-{rank}", _result_bytes(config)) for rank in range(len(names))]
         plans = RingWriter(plans_fd, "plans", [f"rank {rank}" for rank in range(len(names))])
         try:
-            for rank, results_fd in enumerate(results_fds):
-                spec = RankSpec(
-                    rank=rank, parent_pid=os.getpid(), store_port=port, vitals_fd=vitals_fd, plans_fd=plans_fd,
-                    results_fd=results_fd, config=asdict(config),
-                )
-                processes.append(_start_rank(module, spec, config.threads))
+            with _interrupts_blocked():
+                for rank, results_fd in enumerate(results_fds):
+                    spec = RankSpec(
+                        rank=rank, parent_pid=os.getpid(), store_port=port, vitals_fd=vitals_fd, plans_fd=plans_fd,
+                        results_fd=results_fd, config=asdict(config),
+                    )
+                    processes.append(_start_rank(module, spec, config.threads))
             vitals = Vitals(vitals_fd, len(names))
             return RankChannel(
                 config.layout, plans, [Inbox(fd) for fd in results_fds], vitals,
@@ -99,6 +101,20 @@ def _start_rank(module: str, spec: RankSpec, threads: int) -> subprocess.Popen[b
     except BrokenPipeError:
         pass  # it has ended already; whoever waits for it will say so
     return process
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """What starts in here is born deaf to Ctrl-C: it reaches every process, and is the controller's to answer.
+
+    The controller hears it afterwards, when it knows all that it has started; or before, if it runs other threads, and
+    then a rank that it does not know yet ends with it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -65,7 +65,6 @@ Build = Callable[[RankSpec, RankVitals], Served]
 def main(build: Build) -> None:
     """Be the rank that standard input describes; never returns."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; it is the controller's to answer
     data = sys.stdin.buffer.read()
     if not data:
         os._exit(EXIT_ORPHANED)
