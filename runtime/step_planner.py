@@ -73,11 +73,11 @@ class StepPlanner:
         """Pad the plans so that they have the same shape of step."""
         split = self._splits(plans)
         several = len(plans) > 1
-        any_verify = several and any(plan.num_verify for plan in plans)
+        # A group without any row needs a dummy, and where one group has a verify row, real or not, all need one.
+        dummy_needed = several and any(plan.num_verify or not plan.num_rows for plan in plans)
         padded, dummies = [], []
         for plan in plans:
-            idle = several and plan.num_rows == 0
-            count = int(plan.num_verify == 0 and (any_verify or idle))
+            count = int(dummy_needed and plan.num_verify == 0)
             count += split and (plan.num_verify + count) % 2
             dummies.append((plan.num_verify, count))
             padded.append(replace(with_dummies(plan, count), split=split))

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runtime.config import EngineConfig, Schedule, Storage
+from runtime.config import EngineConfig, Schedule, Split, Storage
 from runtime.engine import Engine
 from runtime.loading import load_model
 from runtime.request import GenerateRequest, RequestStats, SamplingParams
 from runtime.serve.tokenizer import encode_prompt, load_tokenizer
 from tests.oracles.hf import Difference, HfOracle
+from tests.rank_threads import engine_over_threads
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 MAX_ALLOWED_SHARE = 0.02
@@ -31,9 +32,13 @@ class Setting:
     batch: int = 8
     schedule: Schedule = "ahead"
     storage: Storage = "float32"
+    tp: int = 1
+    dp: int = 1
+    split: Split = "auto"
 
     def __str__(self) -> str:
-        return (
+        alone = (self.tp, self.dp, self.split) == (1, 1, "auto")
+        return ("" if alone else f"tp={self.tp} dp={self.dp} split={self.split} ") + (
             f"k={self.k} chunk={self.chunk} pool={'small' if self.small_pool else 'ample'} "
             f"prefix={'on' if self.prefix_cache else 'off'} batch={self.batch} {self.schedule} {self.storage}"
         )
@@ -55,6 +60,21 @@ def one_axis_at_a_time() -> list[Setting]:
     settings = [base]
     for name, values in AXES.items():
         settings += [replace(base, **{name: v}) for v in values if v != getattr(base, name)]  # type: ignore[arg-type]
+    return settings
+
+
+def layouts() -> list[Setting]:
+    """Ranks and halves: each layout, split or not, at k = 1; then other k, small pools and batches across them."""
+    shapes = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
+    settings = [Setting(tp=tp, dp=dp, split=split) for tp, dp in shapes for split in ("off", "on")]
+    settings += [Setting(split="on", k=k) for k in (0, 1, 3)]
+    settings += [
+        Setting(tp=2, k=0, split="on"), Setting(tp=4, k=3), Setting(dp=2, k=3, split="on", batch=32),
+        Setting(dp=4, k=0),
+        Setting(tp=2, dp=2, k=0, batch=1), Setting(tp=2, dp=2, k=3, split="on", chunk=16, schedule="settled"),
+        Setting(tp=2, small_pool=True), Setting(tp=2, dp=2, small_pool=True, split="on", prefix_cache=False),
+        Setting(dp=4, k=2, batch=1, split="on"),
+    ]
     return settings
 
 
@@ -98,9 +118,10 @@ def run(
         model=model, draft_tokens=setting.k, draft_method="mtp" if setting.k else "off", storage=setting.storage,
         prefill_chunk_size=setting.chunk, prefix_cache=setting.prefix_cache, max_num_seqs=setting.batch,
         schedule=setting.schedule, page_size=page_size,
-        num_pages=longest * 3 // 2 // page_size + 2 if setting.small_pool else None,
+        num_pages=longest * 3 // 2 // page_size + 2 if setting.small_pool else None, tp=setting.tp, dp=setting.dp,
+        split=setting.split,
     )
-    engine = Engine(config, load_model(config))
+    engine = Engine(config, load_model(config)) if config.layout.ep == 1 else engine_over_threads(config)[0]
     requests = [
         GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
@@ -118,7 +139,7 @@ def run(
         engine.step()
     assert engine.pages_and_slots_in_use() == (0, 0)
     engine.close()
-    return Run(outputs=outputs, stats=stats, num_preemptions=engine.planner.schedulers[0].num_preemptions)
+    return Run(outputs=outputs, stats=stats, num_preemptions=sum(s.num_preemptions for s in engine.planner.schedulers))
 
 
 def assert_complete(output: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:
