@@ -52,6 +52,7 @@ class ParallelSection(_Section):
     tp: int = Field(default=1, ge=1)
     split: Literal["auto", "on", "off"] = "auto"
     split_min_tokens: int = Field(default=64, ge=1)
+    dispatch_capacity: int | None = Field(default=None, ge=1)
 
 
 class DraftSection(_Section):

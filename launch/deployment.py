@@ -19,6 +19,7 @@ from runtime.inbox import Inbox
 from runtime.loading import read_facts
 from runtime.models.config import load_model_config
 from runtime.models.shards import check_layout
+from runtime.rank import settle
 from runtime.rank_channel import RankChannel
 from runtime.rank_watch import Patience, RankWatch, rank_names
 from runtime.request import MAX_LOGPROBS
@@ -42,7 +43,7 @@ def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience
     sizes = choose_sizes(config, facts)
     channel = _spawn(config, sizes, module, patience or Patience())
     try:
-        num_pages = min(rank["num_pages"] for rank in channel.wait_ready())
+        num_pages = settle(channel.wait_ready())
         sizes = Sizes(max_model_len=sizes.max_model_len, num_pages=min(sizes.num_pages, num_pages))
         channel.start(sizes)
     except BaseException:

@@ -22,6 +22,8 @@ class EngineConfig:
     `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids). "auto"
     is ahead on an accelerator and settled on the CPU, where planner and rank share an interpreter: there is nothing to
     overlap, and each hand-over between threads and each surplus step costs.
+    `max_num_seqs`, `prefill_chunk_size` and the pages are those of one dp group. `dispatch_capacity`: most tokens that a
+    rank sends to the experts at once (None: as many as a step can have); it must be the same on all ranks.
     `split`: whether a step runs as two halves; "auto" splits from `split_min_tokens` tokens a rank on.
     """
 
@@ -43,6 +45,7 @@ class EngineConfig:
     tp: int = 1
     split: Split = "auto"
     split_min_tokens: int = 64
+    dispatch_capacity: int | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -55,6 +58,24 @@ class EngineConfig:
             raise ValueError(f"num_pages = {self.num_pages}: expected at least 2 (page 0 is reserved)")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len = {self.max_model_len}: expected an integer >= 2")
+
+        if self.dispatch_capacity is not None and self.dispatch_capacity < self.least_capacity:
+            raise ValueError(
+                f"dispatch_capacity = {self.dispatch_capacity}: {self.max_num_seqs} requests of 1 + {self.k} tokens over "
+                f"tp = {self.tp} ranks need {self.least_capacity}; set it to that or more, or lower max_num_seqs"
+            )
+
+    @property
+    def least_capacity(self) -> int:
+        """Tokens a rank sends to the experts in a step of verify rows alone, with every slot in use."""
+        return -(-padded_rows(self.max_num_seqs) * (1 + self.k) // self.tp)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens that a rank sends to the experts at once."""
+        if self.dispatch_capacity is not None:
+            return self.dispatch_capacity
+        return self.least_capacity + -(-self.prefill_chunk_size // self.tp)
 
     @property
     def plans_ahead(self) -> bool:
@@ -71,3 +92,8 @@ class EngineConfig:
 
 
 MAX_DRAFT_TOKENS = 16
+
+
+def padded_rows(num_verify: int) -> int:
+    """Verify rows of a step with the dummies it may get: an even number, at least two."""
+    return max(num_verify + num_verify % 2, 2)

@@ -217,5 +217,5 @@ def _limits(config: EngineConfig, facts: ModelFacts, sizes: Sizes) -> SchedulerL
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs, max_model_len=sizes.max_model_len, page_size=config.page_size,
         num_pages=sizes.num_pages, prefill_chunk_size=config.prefill_chunk_size, k=config.k,
-        lookahead=facts.lookahead, prefix_cache=config.prefix_cache,
+        lookahead=facts.lookahead, prefix_cache=config.prefix_cache, max_step_tokens=config.capacity * config.tp,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.group import Group
@@ -20,7 +20,23 @@ class RankFacts:
     """What the controller has to know of a loaded rank."""
 
     num_pages: int  # as many KV pages as this rank would allocate
+    capacity: int  # tokens it can send to the experts at once
     bytes_read: int  # of weights
+
+
+def settle(ranks: Sequence[Mapping[str, int]]) -> int:
+    """KV pages that every rank can hold, from the facts of all of them.
+
+    Raises ValueError when the ranks are not made for the same exchanges: they would block each other for ever.
+    """
+    capacities = [rank["capacity"] for rank in ranks]
+    if len(set(capacities)) > 1:
+        first = next(i for i, capacity in enumerate(capacities) if capacity != capacities[0])
+        raise ValueError(
+            f"rank 0 dispatches up to {capacities[0]} tokens and rank {first} up to {capacities[first]}: set "
+            f"parallel.dispatch_capacity to {max(capacities)} on all ranks"
+        )
+    return min(rank["num_pages"] for rank in ranks)
 
 
 class Rank:
@@ -41,7 +57,9 @@ class Rank:
     @property
     def facts(self) -> RankFacts:
         sizes = choose_sizes(self._config, self._loaded.facts)
-        return RankFacts(num_pages=sizes.num_pages, bytes_read=self._loaded.bytes_read)
+        return RankFacts(
+            num_pages=sizes.num_pages, capacity=self._config.capacity, bytes_read=self._loaded.bytes_read
+        )
 
     def allocate(self, sizes: Sizes) -> None:
         self._executor = build_executor(
@@ -51,6 +69,7 @@ class Rank:
     def run(self, plan: StepPlan, publish: Publish) -> None:
         """One step with the plan of this rank's dp group; every rank of the group publishes the same result."""
         assert self._executor is not None, "allocate() comes first"
+        assert plan.arrays.num_tokens.sum() <= self._config.capacity * self._config.tp, "more tokens than agreed on"
         self._executor.run(plan, publish)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.config import padded_rows
 from runtime.plan import Int32Array, StepPlan, StepResult
 from runtime.plan_builder import PlanBuilder
 from runtime.request import GenerateRequest
@@ -30,6 +31,7 @@ class SchedulerLimits:
     k: int
     lookahead: int
     prefix_cache: bool
+    max_step_tokens: int | None = None  # verify and prefill tokens of one step, dummies included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +108,7 @@ class Scheduler:
         """The next step, or None when nothing can run before a step in flight retires."""
         builder = PlanBuilder(self.limits.k)
         rows, bounds, short = self._plan_verify_rows(builder)
-        self._plan_prefill_rows(builder, admit=not short)
+        self._plan_prefill_rows(builder, self._prefill_budget(len(rows)), admit=not short)
         if builder.num_rows + len(rows) == 0:
             assert self._in_flight or not self.has_work, "requests wait but no step can run"
             return None
@@ -223,8 +225,13 @@ class Scheduler:
         self.slots.let_go(state.slot, self._last_step, self._retired_step)
         state.slot = -1
 
-    def _plan_prefill_rows(self, builder: PlanBuilder, *, admit: bool) -> None:
-        budget = self.limits.prefill_chunk_size
+    def _prefill_budget(self, num_verify: int) -> int:
+        limits = self.limits
+        if limits.max_step_tokens is None:
+            return limits.prefill_chunk_size
+        return min(limits.prefill_chunk_size, limits.max_step_tokens - padded_rows(num_verify) * (1 + limits.k))
+
+    def _plan_prefill_rows(self, builder: PlanBuilder, budget: int, *, admit: bool) -> None:
         for state in list(self._prefilling):
             if budget == 0:
                 return

@@ -36,6 +36,11 @@ def some(minnow: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
+def many(minnow: Path) -> Reference:
+    return Reference(minnow, read_prompts(minnow)[::4])
+
+
+@pytest.fixture(scope="module")
 def whole(minnow: Path) -> Reference:
     return Reference(minnow, read_prompts(minnow))
 
@@ -47,6 +52,12 @@ def test_subset(minnow: Path, some: Reference, setting: Setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", layouts(), ids=str)
+def test_a_quarter(minnow: Path, many: Reference, setting: Setting) -> None:
+    check(minnow, many, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [Setting(tp=2, batch=32), Setting(tp=2, dp=2, split="on", batch=32)], ids=str)
 def test_all(minnow: Path, whole: Reference, setting: Setting) -> None:
     check(minnow, whole, setting)
 

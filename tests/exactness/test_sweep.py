@@ -22,6 +22,7 @@ from tests.exactness.sweep import (
 )
 from tests.oracles.hf import HfOracle
 
+SHORT_PROMPT = 128
 QUICK = [
     Setting(k=1, batch=8, storage="auto"),
     Setting(k=0, batch=8),
@@ -62,6 +63,9 @@ def test_an_output_of_the_wrong_length_would_be_noticed(output: list[int], compl
 
 
 def check(oracle: HfOracle, minnow: Path, prompts: list[tuple[int, ...]], setting: Setting) -> None:
+    if setting.small_pool and setting.chunk < 512:
+        # Small chunks start requests so slowly that a pool for the longest prompt never runs short.
+        prompts = [prompt for prompt in prompts if len(prompt) <= SHORT_PROMPT]
     for label, samplings in (("greedy", [GREEDY] * len(prompts)), ("seeded", seeded(len(prompts)))):
         outcome = run(minnow, prompts, setting, samplings)
         found = compare(oracle, prompts, outcome.outputs, samplings)
