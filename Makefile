@@ -16,7 +16,7 @@ help:
 	@echo "make bench      planning, decode and verification figures on the embedded model"
 
 demo: $(VENV)/.base
-	$(BIN)/lockstep generate --config configs/demo.toml
+	$(BIN)/lockstep generate --config configs/demo.toml --tp 2
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)

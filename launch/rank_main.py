@@ -86,7 +86,8 @@ def main(build: Build) -> None:
 def build_rank(spec: RankSpec, vitals: RankVitals, wrap: Callable[[RankGroups], RankGroups] | None = None) -> Served:
     """Meet the other ranks, then load this rank's share of the model. `wrap` may put something around the groups."""
     from parallel.groups import join_ranks
-    from parallel.layout import build_groups
+    from parallel.layout import build_groups, with_ledger
+    from parallel.ledger import Ledger
     from runtime.config import EngineConfig
     from runtime.rank import Rank
     from runtime.served_rank import ServedRank
@@ -100,6 +101,8 @@ def build_rank(spec: RankSpec, vitals: RankVitals, wrap: Callable[[RankGroups], 
     groups = build_groups(config.layout, device_type)
     vitals.waited()
     groups = watch_groups(wrap(groups) if wrap is not None else groups, vitals)
+    if config.debug:
+        groups = with_ledger(groups, Ledger())
     return ServedRank(Rank.load(config, groups, phase=vitals.phase), spec.dp_rank)
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.group import Group, ProcessGroup, SoloGroup
+from parallel.ledger import Ledger, LedgerGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,16 @@ class RankGroups:
 
     tp: Group
     ep: Group
+    ledger: Ledger | None = None  # debug mode: where the groups write down their collectives
 
 
 def solo_groups() -> RankGroups:
     return RankGroups(tp=SoloGroup("tp"), ep=SoloGroup("ep"))
+
+
+def with_ledger(groups: RankGroups, ledger: Ledger) -> RankGroups:
+    """The same groups, writing down what they do."""
+    return RankGroups(tp=LedgerGroup(groups.tp, ledger), ep=LedgerGroup(groups.ep, ledger), ledger=ledger)
 
 
 def build_groups(layout: Layout, device_type: str) -> RankGroups:

@@ -22,8 +22,8 @@ class EngineConfig:
     `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids). "auto"
     is ahead on an accelerator and settled on the CPU, where planner and rank share an interpreter: there is nothing to
     overlap, and each hand-over between threads and each surplus step costs.
-    `max_num_seqs`, `prefill_chunk_size` and the pages are those of one dp group. `dispatch_capacity`: most tokens that a
-    rank sends to the experts at once (None: as many as a step can have); it must be the same on all ranks.
+    `max_num_seqs`, `prefill_chunk_size` and the pages are those of one dp group. `dispatch_capacity`: most tokens that
+    a rank sends to the experts at once (None: as many as a step can have); it must be the same on all ranks.
     `split`: whether a step runs as two halves; "auto" splits from `split_min_tokens` tokens a rank on.
     """
 
@@ -61,8 +61,8 @@ class EngineConfig:
 
         if self.dispatch_capacity is not None and self.dispatch_capacity < self.least_capacity:
             raise ValueError(
-                f"dispatch_capacity = {self.dispatch_capacity}: {self.max_num_seqs} requests of 1 + {self.k} tokens over "
-                f"tp = {self.tp} ranks need {self.least_capacity}; set it to that or more, or lower max_num_seqs"
+                f"dispatch_capacity = {self.dispatch_capacity}: {self.max_num_seqs} requests of 1 + {self.k} tokens "
+                f"over tp = {self.tp} ranks need {self.least_capacity}; set it to that or more, or lower max_num_seqs"
             )
 
     @property

@@ -67,8 +67,8 @@ def load_model(config: EngineConfig, groups: RankGroups | None = None) -> Loaded
     torch.set_num_threads(config.threads)
     with torch.inference_mode(), WeightSource(config.model) as source:
         model = DeepseekModel.load(
-            source, model_config, groups=groups, device=device, storage=config.storage,
-            with_mtp=config.k > 0,
+            source, model_config, groups=groups, device=device, storage=config.storage, with_mtp=config.k > 0,
+            ledger=groups.ledger if groups is not None else None,
         )
         bytes_read = source.bytes_read
     drafter = None

@@ -70,7 +70,14 @@ class Rank:
         """One step with the plan of this rank's dp group; every rank of the group publishes the same result."""
         assert self._executor is not None, "allocate() comes first"
         assert plan.arrays.num_tokens.sum() <= self._config.capacity * self._config.tp, "more tokens than agreed on"
+        ledger = self._groups.ledger
+        if ledger is not None:
+            ledger.step = plan.step_id
         self._executor.run(plan, publish)
+
+    def take_digests(self) -> dict[str, int] | None:
+        """Of the collectives of the steps since the last call, for each group; None when not in debug mode."""
+        return self._groups.ledger.take_digests() if self._groups.ledger is not None else None
 
 
 def build_executor(

@@ -10,10 +10,12 @@ from typing import NoReturn
 from parallel.layout import Layout
 from runtime.channel import RankFailure
 from runtime.inbox import Inbox
+from runtime.ledger_check import LedgerCheck
 from runtime.plan import StepPlan, StepResult, encode_step
 from runtime.rank_messages import (
     RESULT,
     Failure,
+    LedgerPage,
     Ready,
     Start,
     Stop,
@@ -56,6 +58,7 @@ class RankChannel:
         self._moved = time.monotonic()  # when the oldest step in flight became the oldest
         self._looked = 0.0
         self._failure: RuntimeError | None = None
+        self._ledgers = LedgerCheck(layout)
 
     @property
     def facts(self) -> list[dict[str, int]]:
@@ -155,6 +158,10 @@ class RankChannel:
             self._watch.report(rank, message)
         elif isinstance(message, Ready):
             self._facts[rank] = dict(message.facts)
+        elif isinstance(message, LedgerPage):
+            difference = self._ledgers.add(rank, message.step_id, message.digests)
+            if difference is not None:
+                self._fail(Diagnosis(message=difference))
         else:
             raise ValueError(f"a rank does not say {message!r}")
 

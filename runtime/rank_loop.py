@@ -11,6 +11,7 @@ from runtime.rank_messages import (
     CONTROL,
     Cause,
     Failure,
+    LedgerPage,
     Ready,
     Start,
     decode_control,
@@ -38,6 +39,10 @@ class Served(Protocol):
 
     def run(self, plans: memoryview, publish: Callable[[bytes], None]) -> None:
         """One step. `publish` takes the encoded result once, as soon as there is one."""
+        ...
+
+    def take_digests(self) -> Mapping[str, int] | None:
+        """What the collectives of the last step come to, for each group; None when they are not written down."""
         ...
 
     def close(self) -> None: ...
@@ -109,6 +114,9 @@ class RankLoop:
                 self._vitals.step(self._step_id)
                 self._vitals.phase("reading the plan")
                 rank.run(plans, self._publish)
+                digests = rank.take_digests()
+                if digests is not None:
+                    self._send(encode_control(LedgerPage(step_id=self._step_id, digests=dict(digests))))
             self._vitals.phase("waiting for a plan")
 
     def _send_result(self, result: bytes) -> None:

@@ -54,8 +54,18 @@ class Failure:
     cause: Cause
 
 
-Control = Ready | Start | Stop | Failure
-_KINDS: dict[str, type[Control]] = {"ready": Ready, "start": Start, "stop": Stop, "failure": Failure}
+@dataclass(frozen=True, kw_only=True)
+class LedgerPage:
+    """rank -> controller, in debug mode: checksums of a step's collectives, for each group."""
+
+    step_id: int
+    digests: Mapping[str, int]
+
+
+Control = Ready | Start | Stop | Failure | LedgerPage
+_KINDS: dict[str, type[Control]] = {
+    "ready": Ready, "start": Start, "stop": Stop, "failure": Failure, "ledger": LedgerPage
+}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 

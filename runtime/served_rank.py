@@ -27,5 +27,8 @@ class ServedRank:
         plan = decode_section(plans, self._dp_rank)
         self._rank.run(plan, lambda result: publish(encode_result(result)))
 
+    def take_digests(self) -> dict[str, int] | None:
+        return self._rank.take_digests()
+
     def close(self) -> None:
         """The process ends next, and everything with it."""

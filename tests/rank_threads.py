@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from parallel.group import Group
-from parallel.layout import RankGroups
-from parallel.ledger import Ledger, LedgerGroup
+from parallel.layout import RankGroups, with_ledger
+from parallel.ledger import Ledger
 from runtime.config import EngineConfig
 from runtime.engine import Deployment, Engine
 from runtime.loading import LoadedModel, load_model, read_facts
@@ -85,7 +85,7 @@ class ThreadChannel:
         def work(rank: int, groups: RankGroups) -> None:
             ledger = self.ledgers[rank]
             tp, ep = (wrap(rank, g) if wrap else g for g in (groups.tp, groups.ep))
-            groups = RankGroups(tp=LedgerGroup(tp, ledger), ep=LedgerGroup(ep, ledger))
+            groups = with_ledger(RankGroups(tp=tp, ep=ep), ledger)
             loaded = load_model(config, groups)
             if adapt is not None:
                 loaded = adapt(rank, loaded)
@@ -93,7 +93,6 @@ class ThreadChannel:
             own.allocate(choose_sizes(config, loaded.facts))
             while (data := self._inboxes[rank].get()) is not None:
                 plan = decode_section(data, config.layout.dp_rank(rank))
-                ledger.step = plan.step_id
                 own.run(plan, lambda result: self._outbox.put((rank, result)))
 
         torch.set_num_threads(1)

@@ -50,6 +50,9 @@ class FakeRank:
         if self._steps == 2:
             self._act("drafter")
 
+    def take_digests(self) -> dict[str, int] | None:
+        return None
+
     def close(self) -> None:
         self._act("close")
 
