@@ -167,3 +167,20 @@ def test_a_result_that_cannot_be_read_is_blamed_on_its_rank() -> None:
         ranks.channel.send([empty_plan(1), empty_plan(1)])
         with pytest.raises(RankFailure, match=r"^rank 0 \(dp 0, tp 0\) sent what cannot be read: result of 6 bytes"):
             ranks.channel.receive()
+
+
+class Digesting(Echo):
+    """Writes its collectives down; rank 1 makes one more in step 3."""
+
+    def take_digests(self) -> dict[str, int] | None:
+        self.steps = getattr(self, "steps", 0) + 1
+        return {"ep": self.steps + (self.rank == 1 and self.steps == 3), "tp": 0}
+
+
+def test_debug_mode_names_the_rank_whose_collectives_differ() -> None:
+    ranks = ThreadRanks(Layout(dp=2), build=lambda echo: Digesting(echo.rank, echo.dp_rank, echo.before))
+    with deployed(ranks):
+        ranks.channel.wait_ready()
+        ranks.channel.start(SIZES)
+        with pytest.raises(RankFailure, match="rank 1 made other collectives on ep than rank 0 in step 3"):
+            run_steps(ranks, 1, 50)
