@@ -62,13 +62,15 @@ class EngineConfig:
         if self.dispatch_capacity is not None and self.dispatch_capacity < self.least_capacity:
             raise ValueError(
                 f"dispatch_capacity = {self.dispatch_capacity}: {self.max_num_seqs} requests of 1 + {self.k} tokens "
-                f"over tp = {self.tp} ranks need {self.least_capacity}; set it to that or more, or lower max_num_seqs"
+                f"and one prompt token over tp = {self.tp} ranks need {self.least_capacity}; set it to that or more, "
+                "or lower max_num_seqs"
             )
 
     @property
     def least_capacity(self) -> int:
-        """Tokens a rank sends to the experts in a step of verify rows alone, with every slot in use."""
-        return -(-padded_rows(self.max_num_seqs) * (1 + self.k) // self.tp)
+        """Tokens a rank sends to the experts with a verify row in every slot, and one prompt token: where dummies may
+        take the place of all verify rows, a prompt must still get on."""
+        return -(-(padded_rows(self.max_num_seqs) * (1 + self.k) + 1) // self.tp)
 
     @property
     def capacity(self) -> int:

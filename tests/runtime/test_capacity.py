@@ -16,9 +16,9 @@ from tests.runtime.test_step_planner import add, answer, planner
 @pytest.mark.parametrize(
     ("settings", "least"),
     [
-        (dict(max_num_seqs=32, draft_tokens=1), 64), (dict(max_num_seqs=7, draft_tokens=3), 32),
-        (dict(max_num_seqs=7, draft_tokens=2, tp=4), 6), (dict(max_num_seqs=1, draft_tokens=1), 4),
-        (dict(max_num_seqs=8, draft_method="off", tp=2), 4),
+        (dict(max_num_seqs=32, draft_tokens=1), 65), (dict(max_num_seqs=7, draft_tokens=3), 33),
+        (dict(max_num_seqs=7, draft_tokens=2, tp=4), 7), (dict(max_num_seqs=1, draft_tokens=1), 5),
+        (dict(max_num_seqs=8, draft_method="off", tp=2), 5),
     ],
 )
 def test_too_small_a_capacity_is_refused_with_the_number_to_set(settings: dict[str, int], least: int) -> None:
@@ -53,3 +53,18 @@ def test_no_step_has_more_tokens(max_step_tokens: int) -> None:
                 steps.finish(row.state)
                 done += 1
     assert done == len(states)
+
+
+@pytest.mark.parametrize("settings", [dict(max_num_seqs=1), dict(max_num_seqs=2), dict(max_num_seqs=1, dp=2, tp=3)])
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_the_least_capacity_lets_prompts_begin(settings: dict[str, int], k: int) -> None:
+    """With so few slots, the room kept for dummies is all the room that verify rows alone would need."""
+    config = EngineConfig(model=Path("none"), draft_tokens=k, draft_method="mtp" if k else "off", **settings)  # type: ignore[arg-type]
+    config = replace(config, dispatch_capacity=config.least_capacity)
+    steps = planner(dp=config.dp, k=k)
+    for scheduler in steps.schedulers:
+        scheduler.limits = replace(
+            scheduler.limits, max_num_seqs=config.max_num_seqs, max_step_tokens=config.capacity * config.tp
+        )
+    add(steps, "a", 3)
+    assert steps.schedule() is not None
