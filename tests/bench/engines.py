@@ -8,6 +8,7 @@ that has only that engine.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import random
@@ -24,15 +25,17 @@ _PROMPT_LEN = 32
 
 def lockstep(model: Path, args: argparse.Namespace) -> tuple[Generate, Callable[[], dict[str, Any]]]:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+    from launch.generate import make_engine
     from runtime.config import EngineConfig
-    from runtime.engine import Engine
     from runtime.request import GenerateRequest, SamplingParams
 
     k = args.draft_tokens
-    engine = Engine(EngineConfig(
+    engine = make_engine(EngineConfig(
         model=model, draft_tokens=k, draft_method="mtp" if k else "off", storage=args.storage, threads=args.threads,
-        max_num_seqs=32, max_model_len=1024, prefix_cache=False,
+        max_num_seqs=32, max_model_len=1024, prefix_cache=False, tp=args.tp, dp=args.dp, split=args.split,
+        schedule=args.schedule,
     ))
+    atexit.register(engine.close)
     counts = {"drafted": 0, "accepted": 0}
 
     def generate(prompts: list[list[int]], num_tokens: int) -> float:
@@ -81,8 +84,8 @@ def transformers(model: Path, args: argparse.Namespace) -> tuple[Generate, Calla
 def vllm(model: Path, args: argparse.Namespace) -> tuple[Generate, Callable[[], dict[str, Any]]]:
     for name, value in {
         "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if args.tp == 1 else "0|1", "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if args.tp == 1 else "1",
     }.items():
         os.environ[name] = value
     from vllm import LLM, SamplingParams
@@ -92,7 +95,7 @@ def vllm(model: Path, args: argparse.Namespace) -> tuple[Generate, Callable[[], 
         extra["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.draft_tokens}
     llm = LLM(
         model=str(model), dtype="float32", max_model_len=1024, max_num_seqs=32, enforce_eager=not args.compiled,
-        enable_prefix_caching=False, seed=0, **extra,
+        enable_prefix_caching=False, seed=0, tensor_parallel_size=args.tp, **extra,
     )
 
     def generate(prompts: list[list[int]], num_tokens: int) -> float:
@@ -114,6 +117,10 @@ def main() -> None:
     parser.add_argument("--storage", default="auto", help="lockstep only")
     parser.add_argument("--compiled", action="store_true", help="vllm only: torch.compile instead of eager")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1, help="lockstep only")
+    parser.add_argument("--split", choices=("auto", "on", "off"), default="auto", help="lockstep only")
+    parser.add_argument("--schedule", choices=("auto", "ahead", "settled"), default="auto", help="lockstep only")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--out-tokens", type=int, default=64)
     parser.add_argument("--reps", type=int, default=3)
@@ -124,7 +131,8 @@ def main() -> None:
     generate, counts = {"lockstep": lockstep, "transformers": transformers, "vllm": vllm}[args.engine](args.model, args)
     label = args.engine + (" compiled" if args.compiled else "")
     base = dict(
-        engine=label, model=args.model.name, k=args.draft_tokens, threads=args.threads,
+        engine=label, tp=args.tp, dp=args.dp, split=args.split, schedule=args.schedule, model=args.model.name,
+        k=args.draft_tokens, threads=args.threads,
         storage=args.storage if args.engine == "lockstep" else "float32",
     )
     generate(_prompts(args, 1, _PROMPT_LEN, 0), 1)

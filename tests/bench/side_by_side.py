@@ -1,6 +1,8 @@
 """Lockstep beside its peers on one checkpoint, in one run: every engine in turn, twice, and a table of ratios.
 
-    python tests/bench/side_by_side.py --model CKPT [--prompts succ] [--vllm-python VENV/bin/python]
+    python tests/bench/side_by_side.py --model CKPT [--prompts succ] [--vllm-python VENV/bin/python] [--ranks]
+
+With --ranks: one process with two threads, and two ranks with one thread each, in every layout.
 
 CKPT is a DeepSeek-V3-format folder. transformers runs in this interpreter's environment, vLLM's CPU build in its own.
 """
@@ -16,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("engines.py")
+RANKS = [
+    ["--threads", "1"], ["--threads", "2"], ["--tp", "2"], ["--tp", "2", "--split", "on"], ["--dp", "2"],
+    ["--dp", "2", "--split", "on"], ["--tp", "2", "--draft-tokens", "1"], ["--dp", "2", "--draft-tokens", "1"],
+]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
 
 
@@ -28,6 +34,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out-tokens", default="64")
     parser.add_argument("--reps", default="1", help="measurements of each figure in a round")
+    parser.add_argument("--ranks", action="store_true", help="two cores' worth of ranks instead of one thread")
     args = parser.parse_args()
     runs: list[tuple[str, list[str]]] = [
         (sys.executable, ["lockstep"]), (sys.executable, ["lockstep", "--storage", "float32"]),
@@ -38,6 +45,10 @@ def main() -> None:
     if args.vllm_python:
         runs += [(args.vllm_python, ["vllm"]), (args.vllm_python, ["vllm", "--draft-tokens", "1"])]
         runs += [(args.vllm_python, ["vllm", "--compiled"])]
+    if args.ranks:
+        runs = [(sys.executable, ["lockstep", *extra]) for extra in RANKS]
+        if args.vllm_python:
+            runs.append((args.vllm_python, ["vllm", "--tp", "2"]))
     figures: list[dict[str, Any]] = []
     for _ in range(args.rounds):
         for python, extra in runs:
@@ -62,6 +73,10 @@ def table(figures: list[dict[str, Any]]) -> str:
     rows: dict[str, dict[str, float]] = {}
     for f in figures:
         name = f"{f['engine']}, {f['storage']} weights" + (f", MTP k={f['k']}" if f["k"] else "")
+        if f["tp"] * f["dp"] * f["threads"] > 1:
+            name += f", tp {f['tp']}, dp {f['dp']}, threads {f['threads']}"
+        if f["split"] == "on":
+            name += ", split"
         row = rows.setdefault(name, {})
         if f["kind"] == "startup":
             row["startup s"] = min(row.get("startup s", float("inf")), f["seconds"])
