@@ -16,7 +16,7 @@ from parallel.groups import host_store, listen_locally
 from runtime.config import MAX_DRAFT_TOKENS, EngineConfig
 from runtime.engine import Deployment
 from runtime.inbox import Inbox
-from runtime.loading import read_facts
+from runtime.loading import check_device, read_facts
 from runtime.models.config import load_model_config
 from runtime.models.shards import check_layout
 from runtime.rank import settle
@@ -35,10 +35,11 @@ def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience
     """Start `config.layout.ep` rank processes, wait until all have loaded, and have them allocate.
 
     `module`: what each runs, `python -m module`. The calling thread must outlive the ranks: Linux ends them with it.
-    Raises ValueError for a layout that does not divide and for whatever a rank finds wrong with the model, RankFailure
-    naming the rank that died; no process is left then.
+    Raises ValueError for a layout that does not divide, a device that is not here, and whatever a rank finds wrong with
+    the model; RankFailure naming the rank that died. No process is left then.
     """
     check_layout(load_model_config(config.model), config.layout)
+    check_device(config.device)  # ranks would only find that they cannot meet
     facts = read_facts(config)
     sizes = choose_sizes(config, facts)
     channel = _spawn(config, sizes, module, patience or Patience())

@@ -80,6 +80,24 @@ def load_model(config: EngineConfig, groups: RankGroups | None = None) -> Loaded
     )
 
 
+def check_device(name: str) -> None:
+    """Raises ValueError for a device that is no device, or not here. Uses none: a controller must not hold any."""
+    if not _is_here(name):
+        raise ValueError(f"device = {name!r}: expected cpu, or an accelerator of this machine")
+
+
+def _is_here(name: str) -> bool:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return False
+    if device.type == "cpu":
+        return True
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    is_known = accelerator is not None and accelerator.type == device.type
+    return is_known and (device.index or 0) < torch.accelerator.device_count()
+
+
 def _kv_spec(model: ModelConfig, *, with_mtp: bool) -> KvSpec:
     """Every rank of an attention group holds the latents of all its tokens."""
     return KvSpec(num_layers=model.num_hidden_layers + with_mtp, width=model.latent_width, dtype_bytes=4)

@@ -66,6 +66,13 @@ def test_a_layout_that_does_not_divide_is_one_line(capsys: pytest.CaptureFixture
     )
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta"])
+def test_a_device_that_is_not_here_is_one_line(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    assert run_json(capsys, "x", "--tp", "2", "--set", f"engine.device={device}") == (
+        2, [], f"lockstep: error: device = '{device}': expected cpu, or an accelerator of this machine\n"
+    )
+
+
 def running_command(root: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """`lockstep generate --tp 2` that has begun to generate, and its ranks."""
     command = [*PROMPTS[:2], "--tp", "2", "--ignore-eos", "--max-tokens", "2000"]
