@@ -22,7 +22,7 @@ from runtime.models.shards import check_layout
 from runtime.rank import settle
 from runtime.rank_channel import RankChannel
 from runtime.rank_watch import Patience, RankWatch, rank_names
-from runtime.request import MAX_LOGPROBS
+from runtime.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from runtime.ring import RingWriter, create_segment
 from runtime.sizing import Sizes, choose_sizes
 from runtime.vitals import Vitals, page_size
@@ -42,7 +42,7 @@ def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience
     check_device(config.device)  # ranks would only find that they cannot meet
     facts = read_facts(config)
     sizes = choose_sizes(config, facts)
-    channel = _spawn(config, sizes, module, patience or Patience())
+    channel = _spawn(config, sizes, facts.vocab_size, module, patience or Patience())
     try:
         num_pages = settle(channel.wait_ready())
         sizes = Sizes(max_model_len=sizes.max_model_len, num_pages=min(sizes.num_pages, num_pages))
@@ -53,14 +53,16 @@ def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience
     return Deployment(facts=facts, sizes=sizes, channel=channel)
 
 
-def _spawn(config: EngineConfig, sizes: Sizes, module: str, patience: Patience) -> RankChannel:
+def _spawn(
+    config: EngineConfig, sizes: Sizes, vocab_size: int, module: str, patience: Patience
+) -> RankChannel:
     """Everything but waiting: a channel to processes that are loading."""
     names = rank_names(config.layout)
     processes: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
         listener = stack.enter_context(listen_locally())
         port = listener.getsockname()[1]
-        plans_fd = _segment(stack, "plans", _plan_bytes(config, sizes))
+        plans_fd = _segment(stack, "plans", plan_bytes(config, sizes, vocab_size))
         vitals_fd = os.memfd_create("lockstep-vitals", os.MFD_CLOEXEC)
         stack.callback(os.close, vitals_fd)
         os.ftruncate(vitals_fd, page_size(len(names)))
@@ -131,10 +133,14 @@ def _segment(stack: ExitStack, name: str, capacity: int) -> int:
     return fd
 
 
-def _plan_bytes(config: EngineConfig, sizes: Sizes) -> int:
-    """Room for a step that admits as many requests of full length as it can, twice over."""
+def plan_bytes(config: EngineConfig, sizes: Sizes, vocab_size: int) -> int:
+    """Room for a step that admits as many requests of full length as it can, prompts twice over.
+
+    A request may bar every token of the vocabulary until it has `min_tokens`.
+    """
     num_new = config.dp * min(config.max_num_seqs, config.prefill_chunk_size)
-    return min((1 << 20) + 2 * num_new * sizes.max_model_len * 4, MAX_PLAN_BYTES)
+    per_request = 2 * 4 * sizes.max_model_len + 4 * vocab_size + 8 * MAX_LOGIT_BIAS
+    return min((1 << 20) + num_new * per_request, MAX_PLAN_BYTES)
 
 
 def _result_bytes(config: EngineConfig) -> int:
