@@ -12,6 +12,7 @@ Schedule = Literal["auto", "ahead", "settled"]
 DraftMethod = Literal["mtp", "off"]
 Storage = Literal["auto", "float32", "float16"]
 Split = Literal["auto", "on", "off"]
+Dispatch = Literal["auto", "all_gather", "all_to_all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class EngineConfig:
     `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids). "auto"
     is ahead on an accelerator and settled on the CPU, where planner and rank share an interpreter: there is nothing to
     overlap, and each hand-over between threads and each surplus step costs.
+    `dispatch`: how tokens reach the experts of other ranks; "auto" is all_to_all on the CPU, all_gather elsewhere.
     `max_num_seqs`, `prefill_chunk_size` and the pages are those of one dp group. `dispatch_capacity`: most tokens that
     a rank sends to the experts at once (None: as many as a step can have); it must be the same on all ranks.
     `split`: whether a step runs as two halves; "auto" splits from `split_min_tokens` tokens a rank on.
@@ -45,6 +47,7 @@ class EngineConfig:
     tp: int = 1
     split: Split = "auto"
     split_min_tokens: int = 64
+    dispatch: Dispatch = "auto"
     dispatch_capacity: int | None = None
     debug: bool = False
 

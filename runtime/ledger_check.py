@@ -13,6 +13,7 @@ class LedgerCheck:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._pages: dict[int, dict[int, Mapping[str, int]]] = {}
+        self.num_compared = 0  # steps
 
     def add(self, rank: int, step_id: int, digests: Mapping[str, int]) -> str | None:
         """None, or one line on how the ranks differ once the last page of a step is in."""
@@ -21,6 +22,7 @@ class LedgerCheck:
         if len(pages) < self._layout.ep:
             return None
         del self._pages[step_id]
+        self.num_compared += 1
         for rank in range(self._layout.ep):
             leader = rank - self._layout.tp_rank(rank)
             for axis, other in (("ep", 0), ("tp", leader)):

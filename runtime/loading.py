@@ -68,7 +68,7 @@ def load_model(config: EngineConfig, groups: RankGroups | None = None) -> Loaded
     with torch.inference_mode(), WeightSource(config.model) as source:
         model = DeepseekModel.load(
             source, model_config, groups=groups, device=device, storage=config.storage, with_mtp=config.k > 0,
-            ledger=groups.ledger if groups is not None else None,
+            dispatch=config.dispatch, ledger=groups.ledger if groups is not None else None,
         )
         bytes_read = source.bytes_read
     drafter = None

@@ -65,6 +65,11 @@ class RankChannel:
         """What each rank reported of itself after loading, in rank order."""
         return [self._facts[rank] for rank in range(self._layout.ep)]
 
+    @property
+    def num_compared_steps(self) -> int:
+        """Debug mode: steps whose collectives were the same on all ranks."""
+        return self._ledgers.num_compared
+
     def wait_ready(self) -> list[dict[str, int]]:
         """Wait until every rank has loaded. Raises ValueError for the user's mistakes, RankFailure for the rest."""
         while len(self._facts) < self._layout.ep:

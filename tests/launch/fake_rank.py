@@ -32,7 +32,7 @@ class FakeRank:
 
     @property
     def facts(self) -> Mapping[str, int]:
-        return {"num_pages": 100 + self._spec.rank, "bytes_read": 7}
+        return {"num_pages": 100 + self._spec.rank, "capacity": 64, "bytes_read": 7}
 
     def allocate(self, *, max_model_len: int, num_pages: int) -> None:
         assert (max_model_len, num_pages) == (2048, 100), (max_model_len, num_pages)

@@ -102,6 +102,9 @@ class FaultyRank:
         self._num_steps += 1
         self._rank.run(plans, publish)
 
+    def take_digests(self) -> Mapping[str, int] | None:
+        return self._rank.take_digests()
+
     def close(self) -> None:
         self._rank.close()
 

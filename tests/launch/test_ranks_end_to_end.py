@@ -15,7 +15,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from launch.cli import run_command
+from launch.deployment import start
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.rank_channel import RankChannel
 from tests.launch.dying import children, is_running, segments, wait_until
+from tests.runtime.driving import ask
 
 PROMPTS = ["def main():\n", "The king said", "Return the"]
 NORM = "model.layers.2.input_layernorm.weight"
@@ -30,12 +35,23 @@ def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[
 def test_ids_are_those_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     args = [*PROMPTS, "--max-tokens", "12", "--ignore-eos", "--draft-tokens", "1"]
     alone = run_json(capsys, *args)
-    # Debug mode: the controller compares the collectives of the ranks, too.
-    ranks = run_json(capsys, *args, "--tp", "2", "--split", "--set", "engine.debug=true")
+    ranks = run_json(capsys, *args, "--tp", "2", "--split")
     assert (ranks[0], ranks[2]) == (alone[0], alone[2]) == (0, "")
     assert [line["token_ids"] for line in ranks[1][:-1]] == [line["token_ids"] for line in alone[1][:-1]]
     assert children() == []
     assert segments() == []
+
+
+def test_debug_mode_compares_the_collectives_of_every_step(minnow: Path) -> None:
+    config = EngineConfig(model=minnow, dp=2, max_model_len=64, debug=True)
+    engine = Engine(config, deployment=start(config))
+    engine.submit(ask("a", [5, 6, 7], max_tokens=9))
+    while engine.has_work():
+        engine.step()
+    channel = engine._channel
+    assert isinstance(channel, RankChannel)
+    assert channel.num_compared_steps > 3
+    engine.close()
 
 
 def test_bench_decode(capsys: pytest.CaptureFixture[str]) -> None:

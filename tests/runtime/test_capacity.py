@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.plan import StepPlan
 from runtime.rank import settle
+from tests.runtime.driving import ask
 from tests.runtime.test_step_planner import add, answer, planner
 
 
@@ -68,3 +72,22 @@ def test_the_least_capacity_lets_prompts_begin(settings: dict[str, int], k: int)
         )
     add(steps, "a", 3)
     assert steps.schedule() is not None
+
+
+def test_the_engine_plans_within_its_capacity(minnow: Path) -> None:
+    engine = Engine(EngineConfig(model=minnow, max_num_seqs=4, max_model_len=64, dispatch_capacity=24))
+    for i in range(4):
+        engine.submit(ask(i, range(100 + i, 140), max_tokens=8))
+    most = 0
+    send = engine._channel.send
+
+    def noting(plans: Sequence[StepPlan]) -> None:
+        nonlocal most
+        most = max(most, *(int(plan.arrays.num_tokens.sum()) for plan in plans))
+        send(plans)
+
+    engine._channel.send = noting  # type: ignore[method-assign]
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    assert 16 <= most <= 24

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from runtime.batch import build_batch, draft_metas
 from runtime.channel import Channel
 from runtime.config import EngineConfig
 from runtime.engine import Engine
@@ -78,4 +80,22 @@ def test_an_empty_plan_is_an_ordinary_plan(minnow: Path) -> None:
     (result,) = engine._channel.receive()
     assert result.step_id == 1
     assert len(result.counts) == 0
+    engine.close()
+
+
+def test_no_expert_sees_a_dummy_row(minnow: Path) -> None:
+    """The mask is made from the plan, for each half and for the drafter's passes."""
+    engine = Engine(EngineConfig(model=minnow, max_model_len=64, draft_tokens=2, schedule="settled"))
+    executor = engine._channel._executor  # type: ignore[attr-defined]
+    engine.submit(GenerateRequest(request_id="a", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=9)))
+    engine.step()
+    (plan,) = engine.planner.schedule() or []
+    assert build_batch(plan, executor._state).metas[0].dummy is None
+    padded = replace(with_dummies(plan, 3), split=True)
+    batch = build_batch(padded, executor._state)
+    masks = [meta.dummy.tolist() for meta in batch.metas if meta.dummy is not None]
+    assert masks == [[False] * 3 + [True] * 3, [True] * 6]
+    (draft,) = draft_metas(executor._state, batch, padded, 1)
+    assert draft.dummy is not None
+    assert draft.dummy.tolist() == [False, True, True, True]
     engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +80,9 @@ def assert_ledgers_agree(ledgers: list[Ledger], tp: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "preempts"),
     [
-        (dict(dp=4, k=1), False), (dict(dp=2, tp=2, k=1, split="on", num_pages=16), True),
+        (dict(dp=4, k=1), False), (dict(dp=4, k=2, split="on", dispatch="all_gather"), False),
+        (dict(dp=2, tp=2, k=3, dispatch="all_gather", num_pages=16), True),
+        (dict(dp=2, tp=2, k=1, split="on", num_pages=16), True),
         (dict(dp=2, tp=2, k=3, num_pages=16), True), (dict(tp=4, k=1, split="on", num_pages=20), True),
         (dict(dp=2, tp=2, k=0, split="on", num_pages=16), True),
     ],
@@ -90,6 +93,9 @@ def test_uneven_load(minnow: Path, settings: dict[str, Any], preempts: bool) -> 
     engine, channel = engine_over_threads(config(minnow, **settings))
     assert ids(uneven_load(engine)) == alone
     assert_ledgers_agree(channel.ledgers, settings.get("tp", 1))
+    steps = sorted({entry[0] for entry in channel.ledgers[0].entries})
+    assert steps == list(range(1, steps[-1] + 1)), "each step writes down its own number"
+    assert {entry[1] for entry in channel.ledgers[0].entries} == ({0, 1} if settings.get("split") == "on" else {0})
     assert (sum(s.num_preemptions for s in engine.planner.schedulers) > 0) == preempts
 
 
@@ -200,3 +206,51 @@ def test_sampling_parameters_are_dealt_with_their_rows(minnow: Path) -> None:
     assert alone["5"][1] == alone["5"][0]
     for tp in (2, 4):
         assert generate(engine_over_threads(config(minnow, tp=tp, **settings))[0]) == alone
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_row_that_is_not_finite_fails_on_every_rank_and_alone(minnow: Path, tp: int) -> None:
+    """Its logits are decided by one rank; the others must hear that they were bad."""
+
+    class Spoilt(Nudged):
+        def logits(self, hidden: Tensor) -> Tensor:
+            logits: Tensor = self._inner.logits(hidden)
+            return logits.masked_fill((hidden.abs().amax(-1) > 1e30).unsqueeze(-1), torch.nan)
+
+        def forward(self, token_ids: Tensor, metas: Any, kv: Any) -> Tensor:
+            hidden: Tensor = self._inner.forward(token_ids, metas, kv)
+            return hidden.masked_fill((token_ids == 7).unsqueeze(-1), 1e32)  # only prompt "bad" has token 7
+
+    def spoil(_rank: int, loaded: LoadedModel) -> LoadedModel:
+        return replace(loaded, model=Spoilt(loaded.model, 0))
+
+    engine, _ = engine_over_threads(config(minnow, tp=tp, k=1, num_pages=100), adapt=spoil)
+    outcomes = {name: Outcome() for name in ("good", "bad", "other")}
+    for name, last in (("good", 20), ("bad", 7), ("other", 30)):
+        engine.submit(ask(name, [*range(100, 110), last], max_tokens=8))
+    while engine.has_work():
+        for chunk in engine.step():
+            outcomes[chunk.request_id].add(chunk)
+    assert engine.pages_and_slots_in_use() == (0, 0)
+    engine.close()
+    assert outcomes["bad"].finish_reason is FinishReason.ERROR
+    assert [len(outcomes[name].token_ids) for name in ("good", "other")] == [8, 8]
+
+
+def test_positions_end_with_the_model(minnow: Path, tmp_path: Path) -> None:
+    """A model that knows no position past the context limit: a row near it drafts on, within what the model has."""
+    for file in minnow.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    values = json.loads((minnow / "config.json").read_text()) | {"max_position_embeddings": MAX_LEN}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for k in (0, 1, 3):
+        engine = Engine(config(tmp_path, k=k))
+        short, whole = Outcome(), Outcome()
+        engine.submit(ask("short", range(100, 104), max_tokens=40))
+        engine.submit(ask("whole", range(100, 100 + MAX_LEN - 6), max_tokens=40))
+        while engine.has_work():
+            for chunk in engine.step():
+                (short if chunk.request_id == "short" else whole).add(chunk)
+        engine.close()
+        assert (len(short.token_ids), len(whole.token_ids)) == (40, 6)
