@@ -64,7 +64,7 @@ def measure(config: EngineConfig, options: DecodeOptions) -> dict[str, Any]:
         whole = [_generate(engine, prompts, options.output_len) for _ in range(options.repeat)]
     finally:
         engine.close()
-    return _figures(config, options, short, whole, load_s)
+    return _figures(config, options, short, whole, load_s) | {"weight_bytes_read": list(engine.bytes_read)}
 
 
 def _figures(

@@ -16,7 +16,7 @@ from parallel.groups import host_store, listen_locally
 from runtime.config import MAX_DRAFT_TOKENS, EngineConfig
 from runtime.engine import Deployment
 from runtime.inbox import Inbox
-from runtime.loading import check_device, read_facts
+from runtime.loading import check_device, local_device, read_facts
 from runtime.models.config import load_model_config
 from runtime.models.shards import check_layout
 from runtime.rank import settle
@@ -40,17 +40,20 @@ def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience
     """
     check_layout(load_model_config(config.model), config.layout)
     check_device(config.device)  # ranks would only find that they cannot meet
+    local_device(config.device, 0, config.layout.ep)
     facts = read_facts(config)
     sizes = choose_sizes(config, facts)
     channel = _spawn(config, sizes, facts.vocab_size, module, patience or Patience())
     try:
-        num_pages = settle(channel.wait_ready())
+        ranks = channel.wait_ready()
+        num_pages = settle(ranks)
         sizes = Sizes(max_model_len=sizes.max_model_len, num_pages=min(sizes.num_pages, num_pages))
         channel.start(sizes)
     except BaseException:
         channel.kill()
         raise
-    return Deployment(facts=facts, sizes=sizes, channel=channel)
+    bytes_read = tuple(rank["bytes_read"] for rank in ranks)
+    return Deployment(facts=facts, sizes=sizes, channel=channel, bytes_read=bytes_read)
 
 
 def _spawn(

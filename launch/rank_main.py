@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,11 +89,13 @@ def build_rank(spec: RankSpec, vitals: RankVitals, wrap: Callable[[RankGroups], 
     from parallel.layout import build_groups, with_ledger
     from parallel.ledger import Ledger
     from runtime.config import EngineConfig
+    from runtime.loading import local_device
     from runtime.rank import Rank
     from runtime.served_rank import ServedRank
     from runtime.watched_group import watch_groups
 
     config = EngineConfig(**{**spec.config, "model": Path(spec.config["model"])})
+    config = replace(config, device=local_device(config.device, spec.rank, spec.num_ranks))
     device_type = config.device.partition(":")[0]
     vitals.phase("meeting the other ranks")
     vitals.waiting(text_field("rendezvous"))

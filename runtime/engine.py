@@ -36,6 +36,7 @@ class Deployment:
     facts: ModelFacts
     sizes: Sizes
     channel: Channel
+    bytes_read: tuple[int, ...]  # of weights, by each rank
 
 
 class Engine:
@@ -48,6 +49,7 @@ class Engine:
         self.config = config
         if deployment is None:
             deployment = _alone(config, loaded if loaded is not None else load_model(config))
+        self.bytes_read = deployment.bytes_read
         self.facts, self.sizes, self._channel = deployment.facts, deployment.sizes, deployment.channel
         self._planner = StepPlanner(config, _limits(config, self.facts, self.sizes))
         self._depth = 1 if config.plans_ahead else 0  # steps in flight while the next one is planned
@@ -210,7 +212,7 @@ def _alone(config: EngineConfig, loaded: LoadedModel) -> Deployment:
         build_executor(config, loaded, sizes), threads=config.threads, inline=not config.plans_ahead,
         through_codec=config.debug,
     )
-    return Deployment(facts=loaded.facts, sizes=sizes, channel=channel)
+    return Deployment(facts=loaded.facts, sizes=sizes, channel=channel, bytes_read=(loaded.bytes_read,))
 
 
 def _limits(config: EngineConfig, facts: ModelFacts, sizes: Sizes) -> SchedulerLimits:

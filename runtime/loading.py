@@ -86,6 +86,23 @@ def check_device(name: str) -> None:
         raise ValueError(f"device = {name!r}: expected cpu, or an accelerator of this machine")
 
 
+def local_device(name: str, local_rank: int, num_ranks: int) -> str:
+    """The device of one of `num_ranks` ranks on this machine: all share a CPU, each has an accelerator of its own.
+
+    Raises ValueError where there are not as many, or where one was named for all.
+    """
+    kind, _, index = name.partition(":")
+    if num_ranks == 1 or kind == "cpu":
+        return name
+    count = torch.accelerator.device_count()
+    if index or num_ranks > count:
+        raise ValueError(
+            f"device = {name!r}: {num_ranks} ranks need one accelerator each (this machine has {count}); set "
+            f"{kind!r} and a layout of at most {count} ranks"
+        )
+    return f"{kind}:{local_rank}"
+
+
 def _is_here(name: str) -> bool:
     try:
         device = torch.device(name)

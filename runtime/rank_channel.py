@@ -134,8 +134,8 @@ class RankChannel:
         while True:
             try:
                 self._plans.send(data, LOOK_S)
-            except MessageTooLarge:
-                raise
+            except MessageTooLarge as error:  # the planner counts on this step: nothing can follow without it
+                self._fail(Diagnosis(message=str(error)))
             except RingError:  # full, or a rank is gone: the look says who is to blame
                 self._look()
                 time.sleep(LOOK_S)

@@ -112,5 +112,5 @@ def engine_over_threads(
     """An engine over rank threads; closing it ends them. `wrap` may replace a rank's groups, `adapt` its model."""
     channel = ThreadChannel(config, wrap, adapt)
     facts = read_facts(config)
-    deployment = Deployment(facts=facts, sizes=choose_sizes(config, facts), channel=channel)
+    deployment = Deployment(facts=facts, sizes=choose_sizes(config, facts), channel=channel, bytes_read=())
     return Engine(config, deployment=deployment), channel

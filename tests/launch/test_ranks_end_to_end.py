@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from launch.cli import run_command
+from launch.config import BUILT_IN
 from launch.deployment import start
 from runtime.config import EngineConfig
 from runtime.engine import Engine
@@ -62,6 +63,9 @@ def test_bench_decode(capsys: pytest.CaptureFixture[str]) -> None:
     assert (figures["tp"], figures["dp"], figures["split"], figures["batch"]) == (1, 2, "auto", 2)
     assert figures["decode_tokens_per_s"] > 0
     assert captured.err == ""
+    whole = (BUILT_IN.parent / "minnow" / "model.safetensors").stat().st_size
+    assert len(figures["weight_bytes_read"]) == 2
+    assert all(0.5 * whole < size < 0.9 * whole for size in figures["weight_bytes_read"]), "each reads half the experts"
 
 
 def test_a_missing_tensor_is_one_line(capsys: pytest.CaptureFixture[str], minnow: Path, tmp_path: Path) -> None:

@@ -184,3 +184,13 @@ def test_debug_mode_names_the_rank_whose_collectives_differ() -> None:
         ranks.channel.start(SIZES)
         with pytest.raises(RankFailure, match="rank 1 made other collectives on ep than rank 0 in step 3"):
             run_steps(ranks, 1, 50)
+
+
+def test_a_step_that_does_not_fit_in_the_ring_ends_the_engine_in_one_line() -> None:
+    """The planner has counted the step: ranks that never heard of it must not get the next one."""
+    with deployed(ThreadRanks(Layout(dp=2))) as ranks:
+        ranks.channel.wait_ready()
+        ranks.channel.start(SIZES)
+        for _ in range(2):
+            with pytest.raises(RankFailure, match="bytes"):
+                ranks.channel.send([empty_plan(1, tuple(range(50_000))), empty_plan(1)])

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.config import EngineConfig
+from runtime.loading import local_device
 from runtime.sizing import choose_sizes
 from tests.fakes import load_toy
 
@@ -54,3 +56,13 @@ def test_a_wrong_size_is_named(name: str, value: int) -> None:
 @pytest.mark.parametrize(("method", "drafts", "k"), [("mtp", 3, 3), ("mtp", 0, 0), ("off", 3, 0)])
 def test_k_is_zero_when_drafting_is_off(method: str, drafts: int, k: int) -> None:
     assert config(draft_method=method, draft_tokens=drafts).k == k
+
+
+def test_ranks_share_the_cpu_and_each_has_an_accelerator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [local_device("cpu", rank, 4) for rank in range(4)] == ["cpu"] * 4
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert [local_device("cuda", rank, 2) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert local_device("cuda:1", 0, 1) == "cuda:1"
+    for name, ranks in (("cuda", 3), ("cuda:0", 2)):
+        with pytest.raises(ValueError, match=rf"device = '{name}': {ranks} ranks need .* has 2"):
+            local_device(name, 0, ranks)
