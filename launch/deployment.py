@@ -8,16 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.rank_main import RankSpec
 from parallel.groups import host_store, listen_locally
-from runtime.config import MAX_DRAFT_TOKENS, EngineConfig
+from parallel.shm_group import segment_size
+from runtime.config import MAX_DRAFT_TOKENS, EngineConfig, padded_rows
 from runtime.engine import Deployment
 from runtime.inbox import Inbox
 from runtime.loading import check_device, local_device, read_facts
-from runtime.models.config import load_model_config
+from runtime.models.config import ModelConfig, load_model_config
 from runtime.models.shards import check_layout
 from runtime.rank import settle
 from runtime.rank_channel import RankChannel
@@ -70,13 +71,15 @@ def _spawn(
         stack.callback(os.close, vitals_fd)
         os.ftruncate(vitals_fd, page_size(len(names)))
         results_fds = [_segment(stack, f"results-{rank}", _result_bytes(config)) for rank in range(len(names))]
+        groups = _group_segments(stack, config)
         plans = RingWriter(plans_fd, "plans", [f"rank {rank}" for rank in range(len(names))])
         try:
             with _interrupts_blocked():
                 for rank, results_fd in enumerate(results_fds):
                     spec = RankSpec(
                         rank=rank, parent_pid=os.getpid(), store_port=port, vitals_fd=vitals_fd, plans_fd=plans_fd,
-                        results_fd=results_fd, config=asdict(config),
+                        results_fd=results_fd, tp_fd=groups.tp_fds[config.layout.dp_rank(rank)], ep_fd=groups.ep_fd,
+                        exchange_bytes=groups.slot_bytes, config=asdict(config),
                     )
                     processes.append(_start_rank(module, spec, config.threads))
             vitals = Vitals(vitals_fd, len(names))
@@ -91,6 +94,43 @@ def _spawn(
             raise
 
 
+@dataclass(frozen=True, kw_only=True)
+class _GroupSegments:
+    tp_fds: list[int]  # of each dp group
+    ep_fd: int
+    slot_bytes: int
+
+
+def _group_segments(stack: ExitStack, config: EngineConfig) -> _GroupSegments:
+    """Shared memory for the exchanges between ranks, -1 in the place of what is not needed."""
+    layout = config.layout
+    if not config.shares_memory:
+        return _GroupSegments(tp_fds=[-1] * layout.dp, ep_fd=-1, slot_bytes=0)
+    slot_bytes = exchange_bytes(config, load_model_config(config.model))
+
+    def segment(name: str, num_ranks: int) -> int:
+        fd = os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC)
+        stack.callback(os.close, fd)
+        os.ftruncate(fd, segment_size(num_ranks, slot_bytes))
+        return fd
+
+    tp_fds = [segment(f"tp-{group}", layout.tp) if layout.tp > 1 else -1 for group in range(layout.dp)]
+    return _GroupSegments(tp_fds=tp_fds, ep_fd=segment("ep", layout.ep), slot_bytes=slot_bytes)
+
+
+def exchange_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """The largest message of one exchange between ranks. Memory is taken as messages reach it, not for the largest."""
+    layout, tokens = config.layout, config.capacity * config.tp
+    top_k = model.router.top_k if model.router is not None else 0
+    scattered = tokens * model.hidden_size  # partial sums of all tokens of a dp group
+    # A rank sends a token to as many ranks as there are, and sends back what it has got from all of them.
+    dispatched = layout.ep * config.capacity * (model.hidden_size + 2 * top_k)
+    rows = padded_rows(config.max_num_seqs) + layout.tp  # dealt rows are padded to a multiple of tp
+    logits = rows * (1 + config.k) * -(-model.vocab_size // layout.tp)
+    logprobs = rows * (1 + config.k) * 2 * MAX_LOGPROBS  # ids are of 8 bytes
+    return 4 * max(scattered, dispatched, logits, logprobs)
+
+
 def _start_rank(module: str, spec: RankSpec, threads: int) -> subprocess.Popen[bytes]:
     """`python -m module`, in this checkout or installation, with nothing of ours but the descriptors it needs."""
     root = str(Path(__file__).resolve().parent.parent)
@@ -99,7 +139,9 @@ def _start_rank(module: str, spec: RankSpec, threads: int) -> subprocess.Popen[b
     process = subprocess.Popen(
         [sys.executable, "-m", module, f"--rank={spec.rank}"],  # the rank is for whoever reads a list of processes
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment,
-        pass_fds=(spec.vitals_fd, spec.plans_fd, spec.results_fd),
+        pass_fds=[
+            fd for fd in (spec.vitals_fd, spec.plans_fd, spec.results_fd, spec.tp_fd, spec.ep_fd) if fd >= 0
+        ],
     )
     assert process.stdin is not None
     try:

@@ -21,7 +21,8 @@ from runtime.ring import RingReader, RingWriter
 from runtime.vitals import RankVitals, text_field
 
 if TYPE_CHECKING:
-    from parallel.layout import RankGroups
+    from parallel.layout import Layout, RankGroups
+    from runtime.config import EngineConfig
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_OK, EXIT_FAILED, EXIT_ORPHANED = 0, 1, 3
@@ -37,6 +38,9 @@ class RankSpec:
     vitals_fd: int
     plans_fd: int
     results_fd: int
+    tp_fd: int  # shared memory of the groups, -1: they are of torch.distributed, or of one rank
+    ep_fd: int
+    exchange_bytes: int
     config: Mapping[str, Any]
 
     @property
@@ -84,9 +88,8 @@ def main(build: Build) -> None:
 
 
 def build_rank(spec: RankSpec, vitals: RankVitals, wrap: Callable[[RankGroups], RankGroups] | None = None) -> Served:
-    """Meet the other ranks, then load this rank's share of the model. `wrap` may put something around the groups."""
-    from parallel.groups import join_ranks
-    from parallel.layout import build_groups, with_ledger
+    """Take up the groups, then load this rank's share of the model. `wrap` may put something around the groups."""
+    from parallel.layout import with_ledger
     from parallel.ledger import Ledger
     from runtime.config import EngineConfig
     from runtime.loading import local_device
@@ -96,16 +99,41 @@ def build_rank(spec: RankSpec, vitals: RankVitals, wrap: Callable[[RankGroups], 
 
     config = EngineConfig(**{**spec.config, "model": Path(spec.config["model"])})
     config = replace(config, device=local_device(config.device, spec.rank, spec.num_ranks))
+    if spec.ep_fd >= 0:
+        groups = _groups_in_shared_memory(spec, config.layout)
+    else:
+        groups = _groups_of_torch(spec, config, vitals)
+    groups = watch_groups(wrap(groups) if wrap is not None else groups, vitals)
+    if config.debug:
+        groups = with_ledger(groups, Ledger())
+    return ServedRank(Rank.load(config, groups, phase=vitals.phase), spec.dp_rank)
+
+
+def _groups_in_shared_memory(spec: RankSpec, layout: Layout) -> RankGroups:
+    from parallel.group import Group, SoloGroup
+    from parallel.layout import RankGroups
+    from parallel.shm_group import ShmGroup
+    from runtime.futex import best_sleeper
+
+    ep = ShmGroup("ep", spec.rank, layout.ep, spec.ep_fd, spec.exchange_bytes, best_sleeper())
+    tp: Group = SoloGroup("tp")
+    if layout.tp > 1:
+        rank = layout.tp_rank(spec.rank)
+        tp = ShmGroup("tp", rank, layout.tp, spec.tp_fd, spec.exchange_bytes, best_sleeper())
+    return RankGroups(tp=tp, ep=ep)
+
+
+def _groups_of_torch(spec: RankSpec, config: EngineConfig, vitals: RankVitals) -> RankGroups:
+    from parallel.groups import join_ranks
+    from parallel.layout import build_groups
+
     device_type = config.device.partition(":")[0]
     vitals.phase("meeting the other ranks")
     vitals.waiting(text_field("rendezvous"))
     join_ranks(spec.rank, spec.num_ranks, port=spec.store_port, device_type=device_type)
     groups = build_groups(config.layout, device_type)
     vitals.waited()
-    groups = watch_groups(wrap(groups) if wrap is not None else groups, vitals)
-    if config.debug:
-        groups = with_ledger(groups, Ledger())
-    return ServedRank(Rank.load(config, groups, phase=vitals.phase), spec.dp_rank)
+    return groups
 
 
 def _die_with_parent() -> None:

@@ -12,6 +12,7 @@ Schedule = Literal["auto", "ahead", "settled"]
 DraftMethod = Literal["mtp", "off"]
 Storage = Literal["auto", "float32", "float16"]
 Split = Literal["auto", "on", "off"]
+Exchange = Literal["auto", "shared_memory", "torch"]
 Dispatch = Literal["auto", "all_gather", "all_to_all"]
 
 
@@ -23,6 +24,7 @@ class EngineConfig:
     `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids). "auto"
     is ahead on an accelerator and settled on the CPU, where planner and rank share an interpreter: there is nothing to
     overlap, and each hand-over between threads and each surplus step costs.
+    `exchange`: what collectives run on; "auto" is shared memory between ranks on the CPU, torch.distributed elsewhere.
     `dispatch`: how tokens reach the experts of other ranks; "auto" is all_to_all on the CPU, all_gather elsewhere.
     `max_num_seqs`, `prefill_chunk_size` and the pages are those of one dp group. `dispatch_capacity`: most tokens that
     a rank sends to the experts at once (None: as many as a step can have); it must be the same on all ranks.
@@ -47,6 +49,7 @@ class EngineConfig:
     tp: int = 1
     split: Split = "auto"
     split_min_tokens: int = 64
+    exchange: Exchange = "auto"
     dispatch: Dispatch = "auto"
     dispatch_capacity: int | None = None
     debug: bool = False
@@ -68,6 +71,14 @@ class EngineConfig:
                 f"and one prompt token over tp = {self.tp} ranks need {self.least_capacity}; set it to that or more, "
                 "or lower max_num_seqs"
             )
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks exchange through shared memory. Raises ValueError where they cannot."""
+        on_cpu = self.device.startswith("cpu")
+        if self.exchange == "shared_memory" and not on_cpu:
+            raise ValueError(f"exchange = 'shared_memory': device = {self.device!r} needs torch")
+        return on_cpu and self.exchange != "torch"
 
     @property
     def least_capacity(self) -> int:
