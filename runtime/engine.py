@@ -31,7 +31,7 @@ class _Live:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Ranks in other processes: what they serve, what fits into each of them, and the way to them."""
+    """The ranks of an engine: what they serve, what fits into each of them, and the way to them."""
 
     facts: ModelFacts
     sizes: Sizes
@@ -87,21 +87,23 @@ class Engine:
 
         Raises what a step raised, every time from then on.
         """
+        results = None
         try:
             self._channel.raise_failure()
             plans = self._planner.schedule()
             if plans is not None:
                 self._channel.send(plans)
                 self._num_in_flight += 1
-            chunks, self._unsent = self._unsent, []
             if self._num_in_flight and (plans is None or self._num_in_flight > self._depth):
                 self._num_in_flight -= 1
-                for row, result in self._planner.commit(self._channel.receive()):
-                    chunks.append(self._chunk(row, result))
+                results = self._channel.receive()
         except RankFailure as failure:
-            if not self._live:
+            if not self._live and not self._unsent:
                 raise
             return self._fail_all(str(failure))
+        chunks, self._unsent = self._unsent, []
+        if results is not None:
+            chunks += [self._chunk(row, result) for row, result in self._planner.commit(results)]
         if self.config.debug:
             self._planner.check()
         return chunks

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from mtp.drafter import Drafts
 from runtime.attention.meta import AttentionMeta
+from runtime.channel import RankFailure
 from runtime.engine import Engine
+from runtime.plan import StepResult
 from runtime.request import FinishReason, GenerateRequest, SamplingParams
 from tests.fakes import ToyDrafter, ToyModel, load_toy
 from tests.runtime.driving import Outcome, ask, plain_decode, run_all, toy_engine
@@ -255,4 +257,28 @@ def _drain(found: dict[str, Outcome], engine: Engine) -> None:
     while engine.has_work():
         _collect(found, engine)
     assert engine.pages_and_slots_in_use() == (0, 0)
+    engine.close()
+
+
+@pytest.mark.parametrize("schedule", ["ahead", "settled"])
+def test_when_ranks_fail_every_chunk_still_comes(schedule: str) -> None:
+    """Of a request aborted before, too; it ended as it was told to, the others with what befell the ranks."""
+    engine = toy_engine(load_toy(), schedule=schedule)
+    for name in ("a", "b", "c"):
+        engine.submit(ask(name, [1, 2, 3], max_tokens=50))
+    engine.step()
+
+    def fail() -> list[StepResult]:
+        raise RankFailure("rank 1 was killed")
+
+    engine._channel.receive = fail  # type: ignore[method-assign]
+    engine.abort("a")
+    chunks = {}
+    while engine.has_work():
+        chunks.update({chunk.request_id: chunk for chunk in engine.step()})
+    assert {i: chunk.finish_reason for i, chunk in chunks.items()} == {
+        "a": FinishReason.ABORT, "b": FinishReason.ERROR, "c": FinishReason.ERROR
+    }
+    assert chunks["a"].error is None
+    assert chunks["b"].error == chunks["c"].error == "rank 1 was killed"
     engine.close()
