@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 # Two OpenMP threads on a busy 2-core machine can be 30 times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint exactness bench clean
+.PHONY: help demo test lint exactness endurance bench clean
 
 help:
 	@echo "make demo       generate from a few built-in prompts on the embedded model"
 	@echo "make test       the test suite, without the slow sweeps"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make exactness  the slow sweeps: every setting gives the oracle's ids"
+	@echo "make endurance  every death of a rank, 20 times each, and all ring storms (many hours)"
 	@echo "make bench      planning, decode and verification figures on the embedded model"
 
 demo: $(VENV)/.base
@@ -26,7 +27,10 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 exactness: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --ignore=tests/launch --ignore=tests/runtime/test_ring_storm.py $(PYTEST_ARGS)
+
+endurance: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow tests/launch tests/runtime/test_ring_storm.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.base
 	$(BIN)/lockstep bench schedule --requests 256 --json

@@ -39,12 +39,13 @@ def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience
     Raises ValueError for a layout that does not divide, a device that is not here, and whatever a rank finds wrong with
     the model; RankFailure naming the rank that died. No process is left then.
     """
-    check_layout(load_model_config(config.model), config.layout)
+    model = load_model_config(config.model)
+    check_layout(model, config.layout)
     check_device(config.device)  # ranks would only find that they cannot meet
     local_device(config.device, 0, config.layout.ep)
     facts = read_facts(config)
     sizes = choose_sizes(config, facts)
-    channel = _spawn(config, sizes, facts.vocab_size, module, patience or Patience())
+    channel = _spawn(config, model, sizes, module, patience or Patience())
     try:
         ranks = channel.wait_ready()
         num_pages = settle(ranks)
@@ -58,20 +59,21 @@ def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience
 
 
 def _spawn(
-    config: EngineConfig, sizes: Sizes, vocab_size: int, module: str, patience: Patience
+    config: EngineConfig, model: ModelConfig, sizes: Sizes, module: str, patience: Patience
 ) -> RankChannel:
     """Everything but waiting: a channel to processes that are loading."""
     names = rank_names(config.layout)
     processes: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
-        listener = stack.enter_context(listen_locally())
-        port = listener.getsockname()[1]
-        plans_fd = _segment(stack, "plans", plan_bytes(config, sizes, vocab_size))
+        # Ranks that share memory have nothing to meet over.
+        listener = None if config.shares_memory else stack.enter_context(listen_locally())
+        port = listener.getsockname()[1] if listener is not None else 0
+        plans_fd = _segment(stack, "plans", plan_bytes(config, sizes, model.vocab_size))
         vitals_fd = os.memfd_create("lockstep-vitals", os.MFD_CLOEXEC)
         stack.callback(os.close, vitals_fd)
         os.ftruncate(vitals_fd, page_size(len(names)))
         results_fds = [_segment(stack, f"results-{rank}", _result_bytes(config)) for rank in range(len(names))]
-        groups = _group_segments(stack, config)
+        groups = _group_segments(stack, config, model)
         plans = RingWriter(plans_fd, "plans", [f"rank {rank}" for rank in range(len(names))])
         try:
             with _interrupts_blocked():
@@ -86,7 +88,7 @@ def _spawn(
             return RankChannel(
                 config.layout, plans, [Inbox(fd) for fd in results_fds], vitals,
                 RankWatch(names, processes, vitals, patience), step_timeout_s=patience.step_s,
-                store=host_store(listener),
+                store=host_store(listener) if listener is not None else None,
             )
         except BaseException:
             _kill(processes)
@@ -101,12 +103,12 @@ class _GroupSegments:
     slot_bytes: int
 
 
-def _group_segments(stack: ExitStack, config: EngineConfig) -> _GroupSegments:
+def _group_segments(stack: ExitStack, config: EngineConfig, model: ModelConfig) -> _GroupSegments:
     """Shared memory for the exchanges between ranks, -1 in the place of what is not needed."""
     layout = config.layout
     if not config.shares_memory:
         return _GroupSegments(tp_fds=[-1] * layout.dp, ep_fd=-1, slot_bytes=0)
-    slot_bytes = exchange_bytes(config, load_model_config(config.model))
+    slot_bytes = exchange_bytes(config, model)
 
     def segment(name: str, num_ranks: int) -> int:
         fd = os.memfd_create(f"lockstep-{name}", os.MFD_CLOEXEC)

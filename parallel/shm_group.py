@@ -161,8 +161,9 @@ class ShmGroup:
 
     def _publish(self, word: int, value: int) -> None:
         """Store a counter, then wake those who said that they sleep on it."""
+        self._fence()  # what was written or read so far comes before the count
         self._words[word] = value
-        self._fence()
+        self._fence()  # ... and the count before the look for sleepers
         for reader in range(self.size):
             if self._words[word + (1 + reader) * _WORDS_PER_LINE]:
                 self._sleeper.wake(self._address + 8 * word)
@@ -172,6 +173,7 @@ class ShmGroup:
         words = self._words
         for _ in range(SPIN_TURNS):
             if words[word] >= least or least <= 0:
+                self._fence()  # nothing that is read from now on was read before
                 return
             os.sched_yield()
         flag = word + (1 + self.rank) * _WORDS_PER_LINE
@@ -180,6 +182,7 @@ class ShmGroup:
         while (seen := words[word]) < least:
             self._sleeper.wait(self._address + 8 * word, seen & 0xFFFFFFFF, SLICE_S)
         words[flag] = 0
+        self._fence()
 
     def _fence(self) -> None:
         """Python has no memory fence; taking a lock is a compare-and-swap, which is one."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from runtime.attention.meta import AttentionMeta, DecodeGroup, PrefillRow
-from runtime.device_state import DUMMY_SLOT, DeviceState
+from runtime.device_state import DeviceState
+from runtime.padding import DUMMY_SLOT
 from runtime.plan import StepPlan
 
 

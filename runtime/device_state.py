@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.padding import DUMMY_SLOT
 from runtime.plan import PlanArrays, StepPlan
 from runtime.sampling_params import PARAM_DTYPE, EncodedParams
 from runtime.sampling_tables import PenaltyTable, SamplingTable, uses_penalties
 
 _UNWRITTEN = -1
-DUMMY_SLOT = 0
 
 
 class DeviceState:

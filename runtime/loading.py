@@ -12,7 +12,7 @@ from runtime.attention.meta import KvSpec
 from runtime.config import EngineConfig
 from runtime.executor import TargetModel
 from runtime.models.config import ModelConfig, load_model_config
-from runtime.models.deepseek import DeepseekModel
+from runtime.models.deepseek import DeepseekModel, kv_spec
 from runtime.serve.detokenizer import DetokenizerFactory
 from runtime.serve.tokenizer import load_tokenizer
 from runtime.weights import WeightSource
@@ -45,13 +45,16 @@ class LoadedModel:
     bytes_read: int = 0
 
 
-def read_facts(config: EngineConfig) -> ModelFacts:
-    """Raises ValueError or FileNotFoundError naming the file or key at fault."""
+def read_facts(config: EngineConfig, *, with_text: bool = True) -> ModelFacts:
+    """`with_text=False` leaves the tokenizer alone: a rank in its own process makes no text.
+
+    Raises ValueError or FileNotFoundError naming the file or key at fault.
+    """
     model = _model_config(config)
-    has_tokenizer = (config.model / "tokenizer.json").exists()
+    has_tokenizer = with_text and (config.model / "tokenizer.json").exists()
     return ModelFacts(
         vocab_size=model.vocab_size, max_position_embeddings=model.max_position_embeddings,
-        eos_token_ids=model.eos_token_ids, kv_spec=_kv_spec(model, with_mtp=config.k > 0),
+        eos_token_ids=model.eos_token_ids, kv_spec=kv_spec(model, with_mtp=config.k > 0),
         lookahead=MtpDrafter.lookahead if config.k else 0,
         detokenizers=DetokenizerFactory(load_tokenizer(config.model)) if has_tokenizer else None,
     )
@@ -76,7 +79,8 @@ def load_model(config: EngineConfig, groups: RankGroups | None = None) -> Loaded
         assert model.mtp is not None
         drafter = MtpDrafter(model.mtp, hidden_size=model_config.hidden_size)
     return LoadedModel(
-        facts=read_facts(config), model=model, drafter=drafter, device=device, bytes_read=bytes_read
+        facts=read_facts(config, with_text=groups is None), model=model, drafter=drafter, device=device,
+        bytes_read=bytes_read,
     )
 
 
@@ -113,11 +117,6 @@ def _is_here(name: str) -> bool:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     is_known = accelerator is not None and accelerator.type == device.type
     return is_known and (device.index or 0) < torch.accelerator.device_count()
-
-
-def _kv_spec(model: ModelConfig, *, with_mtp: bool) -> KvSpec:
-    """Every rank of an attention group holds the latents of all its tokens."""
-    return KvSpec(num_layers=model.num_hidden_layers + with_mtp, width=model.latent_width, dtype_bytes=4)
 
 
 def _model_config(config: EngineConfig) -> ModelConfig:

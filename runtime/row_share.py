@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from parallel.group import Group
+from parallel.tokens import gather_tokens, local_slice, num_local_tokens, pad_to
 
 
 class RowShare:
-    """Rows `rank * per .. (rank + 1) * per` of R, padded at the end to a multiple of the group's size.
+    """Rows `rank * r .. (rank + 1) * r` of R, padded at the end to a multiple of the group's size: as tokens are dealt.
 
     A logit that rounds differently on another rank can then change nothing: nobody else looks at that row.
     """
@@ -20,9 +20,7 @@ class RowShare:
     def __init__(self, group: Group, num_rows: int) -> None:
         self._group = group
         self._num_rows = num_rows
-        self.per_rank = -(-num_rows // group.size)
-        self._padding = self.per_rank * group.size - num_rows
-        self._begin = group.rank * self.per_rank
+        self._padded_rows = group.size * num_local_tokens(group, num_rows)
 
     @property
     def is_whole(self) -> bool:
@@ -31,29 +29,21 @@ class RowShare:
 
     def mine(self, values: Tensor) -> Tensor:
         """[R, ...] -> this rank's [r, ...]; zeros (the dummy slot) where there are no more rows."""
-        if self._group.size == 1:
-            return values
-        return self._padded(values)[self._begin : self._begin + self.per_rank]
+        return local_slice(self._group, values)
 
     def mine_on_host(self, values: NDArray[np.integer]) -> NDArray[np.integer]:
-        if self._group.size == 1:
+        if self.is_whole:
             return values
-        return np.pad(values, (0, self._padding))[self._begin : self._begin + self.per_rank]
+        padded = np.pad(values, (0, self._padded_rows - self._num_rows))
+        return np.split(padded, self._group.size)[self._group.rank]
 
     def whole_logits(self, shard: Tensor) -> Tensor:
         """This rank's columns of all rows [R, Q, V / tp] -> all columns of this rank's rows [r, Q, V]."""
-        if self._group.size == 1:
+        if self.is_whole:
             return shard
-        parts = self._group.all_to_all(self._padded(shard)).wait()  # [tp * r, Q, V / tp], in order of columns
+        parts = self._group.all_to_all(pad_to(shard, self._padded_rows)).wait()  # [tp * r, Q, V / tp], by columns
         return torch.cat(parts.chunk(self._group.size), -1)
 
     def gather(self, values: Tensor) -> Tensor:
         """This rank's [r, ...] -> everybody's [R, ...]."""
-        if self._group.size == 1:
-            return values
-        return self._group.all_gather(values).wait()[: self._num_rows]
-
-    def _padded(self, values: Tensor) -> Tensor:
-        if not self._padding:
-            return values
-        return F.pad(values, (0, 0) * (values.dim() - 1) + (0, self._padding))
+        return gather_tokens(self._group, values, self._num_rows)

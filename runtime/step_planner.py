@@ -91,7 +91,7 @@ class StepPlanner:
         if config.split != "auto":
             return config.split == "on"
         # Alone there is no communication to hide, and two halves read the weights twice.
-        most = max(sum(plan.arrays.num_tokens.tolist()) for plan in plans) if config.layout.ep > 1 else 0
+        most = max(int(plan.arrays.num_tokens.sum()) for plan in plans) if config.layout.ep > 1 else 0
         return most >= config.split_min_tokens * config.tp
 
 

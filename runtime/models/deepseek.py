@@ -92,8 +92,7 @@ class DeepseekModel:
 
     @property
     def kv_spec(self) -> KvSpec:
-        num_layers = self.config.num_hidden_layers + (self.mtp is not None)
-        return KvSpec(num_layers=num_layers, width=self.config.latent_width, dtype_bytes=4)
+        return kv_spec(self.config, with_mtp=self.mtp is not None)
 
     def allocate_kv(self, num_pages: int, page_size: int) -> list[Tensor]:
         """Zeroed pages: per layer [num_pages, page_size, latent_width] float32; the MTP layer's come last."""
@@ -116,6 +115,11 @@ class DeepseekModel:
         """[n, hidden_size] from `forward` -> [n, vocab_size / tp] float32: this rank's words, which follow one another
         in order of rank."""
         return self._head(hidden)
+
+
+def kv_spec(config: ModelConfig, *, with_mtp: bool) -> KvSpec:
+    """Of one rank: every rank of an attention group holds the latents of all its tokens."""
+    return KvSpec(num_layers=config.num_hidden_layers + with_mtp, width=config.latent_width, dtype_bytes=4)
 
 
 class MtpBlock:

@@ -33,7 +33,7 @@ def lockstep(model: Path, args: argparse.Namespace) -> tuple[Generate, Callable[
     engine = make_engine(EngineConfig(
         model=model, draft_tokens=k, draft_method="mtp" if k else "off", storage=args.storage, threads=args.threads,
         max_num_seqs=32, max_model_len=1024, prefix_cache=False, tp=args.tp, dp=args.dp, split=args.split,
-        schedule=args.schedule,
+        schedule=args.schedule, exchange=args.exchange,
     ))
     atexit.register(engine.close)
     counts = {"drafted": 0, "accepted": 0}
@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1, help="lockstep only")
     parser.add_argument("--split", choices=("auto", "on", "off"), default="auto", help="lockstep only")
+    parser.add_argument("--exchange", choices=("auto", "shared_memory", "torch"), default="auto", help="lockstep only")
     parser.add_argument("--schedule", choices=("auto", "ahead", "settled"), default="auto", help="lockstep only")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--out-tokens", type=int, default=64)
@@ -131,7 +132,8 @@ def main() -> None:
     generate, counts = {"lockstep": lockstep, "transformers": transformers, "vllm": vllm}[args.engine](args.model, args)
     label = args.engine + (" compiled" if args.compiled else "")
     base = dict(
-        engine=label, tp=args.tp, dp=args.dp, split=args.split, schedule=args.schedule, model=args.model.name,
+        engine=label, tp=args.tp, dp=args.dp, split=args.split, exchange=args.exchange, schedule=args.schedule,
+        model=args.model.name,
         k=args.draft_tokens, threads=args.threads,
         storage=args.storage if args.engine == "lockstep" else "float32",
     )

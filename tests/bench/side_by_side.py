@@ -20,7 +20,8 @@ from typing import Any
 SCRIPT = Path(__file__).with_name("engines.py")
 RANKS = [
     ["--threads", "1"], ["--threads", "2"], ["--tp", "2"], ["--tp", "2", "--split", "on"], ["--dp", "2"],
-    ["--dp", "2", "--split", "on"], ["--tp", "2", "--draft-tokens", "1"], ["--dp", "2", "--draft-tokens", "1"],
+    ["--dp", "2", "--split", "on"], ["--tp", "2", "--exchange", "torch"], ["--dp", "2", "--exchange", "torch"],
+    ["--tp", "2", "--draft-tokens", "1"], ["--dp", "2", "--draft-tokens", "1"],
 ]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
 
@@ -75,6 +76,8 @@ def table(figures: list[dict[str, Any]]) -> str:
         name = f"{f['engine']}, {f['storage']} weights" + (f", MTP k={f['k']}" if f["k"] else "")
         if f["tp"] * f["dp"] * f["threads"] > 1:
             name += f", tp {f['tp']}, dp {f['dp']}, threads {f['threads']}"
+        if f["exchange"] == "torch":
+            name += ", gloo"
         if f["split"] == "on":
             name += ", split"
         row = rows.setdefault(name, {})
