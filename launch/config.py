@@ -84,6 +84,26 @@ class GenerateSection(_Section):
         return self.model_dump(exclude={"prompts"}, exclude_none=True)
 
 
+class ClusterSection(_Section):
+    """[cluster]: where the controller listens, and how long it waits for what, in seconds.
+
+    `bind`: HOST:PORT of the controller, port 0 for a free one. `advertise`: the address under which other hosts reach
+    this host's ranks; the one that leads to the controller if left out. `secret_file`: holds the shared secret, unless
+    the environment has LOCKSTEP_SECRET. `join_s`: between the first rank that reports and the last. `stall_s`: without
+    a sign of life. `reform_s`: for replacements, or a connection that heals, after a failure.
+    """
+
+    bind: str = "127.0.0.1:0"
+    advertise: str | None = None
+    secret_file: str | None = None
+    join_s: float = Field(default=25.0, gt=0)
+    stall_s: float = Field(default=3.0, ge=0.5)
+    reform_s: float = Field(default=60.0, gt=0)
+    max_restarts: int = Field(default=5, ge=0)
+    restart_window_s: float = Field(default=600.0, gt=0)
+    spare: bool = True
+
+
 class LaunchConfig(_Section):
     """A whole configuration file."""
 
@@ -91,6 +111,7 @@ class LaunchConfig(_Section):
     engine: EngineSection = EngineSection()
     parallel: ParallelSection = ParallelSection()
     draft: DraftSection = DraftSection()
+    cluster: ClusterSection = ClusterSection()
     generate: GenerateSection = GenerateSection()
 
     def engine_config(self) -> EngineConfig:
