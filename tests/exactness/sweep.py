@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launch.deployment import start
 from runtime.config import EngineConfig, Schedule, Split, Storage
 from runtime.engine import Engine
 from runtime.loading import load_model
@@ -109,9 +110,13 @@ def read_prompts(model: Path, name: str = "prompts.jsonl") -> list[tuple[int, ..
 
 
 def run(
-    model: Path, prompts: Sequence[tuple[int, ...]], setting: Setting, samplings: Sequence[SamplingParams]
+    model: Path, prompts: Sequence[tuple[int, ...]], setting: Setting, samplings: Sequence[SamplingParams],
+    *, processes: bool = False,
 ) -> Run:
-    """Generate from all prompts under `setting`. A small pool holds one and a half of the longest requests."""
+    """Generate from all prompts under `setting`. A small pool holds one and a half of the longest requests.
+
+    Several ranks are threads of this process, or with `processes` what a user would start.
+    """
     longest = max(len(p) for p in prompts) + 64
     page_size = 16
     config = EngineConfig(
@@ -121,7 +126,7 @@ def run(
         num_pages=longest * 3 // 2 // page_size + 2 if setting.small_pool else None, tp=setting.tp, dp=setting.dp,
         split=setting.split,
     )
-    engine = Engine(config, load_model(config)) if config.layout.ep == 1 else engine_over_threads(config)[0]
+    engine = _engine(config, processes=processes)
     requests = [
         GenerateRequest(request_id=str(i), prompt_token_ids=prompt, sampling=sampling)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
@@ -140,6 +145,12 @@ def run(
     assert engine.pages_and_slots_in_use() == (0, 0)
     engine.close()
     return Run(outputs=outputs, stats=stats, num_preemptions=sum(s.num_preemptions for s in engine.planner.schedulers))
+
+
+def _engine(config: EngineConfig, *, processes: bool) -> Engine:
+    if config.layout.ep == 1:
+        return Engine(config, load_model(config))
+    return Engine(config, deployment=start(config)) if processes else engine_over_threads(config)[0]
 
 
 def assert_complete(output: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> None:

@@ -36,11 +36,6 @@ def some(minnow: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def many(minnow: Path) -> Reference:
-    return Reference(minnow, read_prompts(minnow)[::4])
-
-
-@pytest.fixture(scope="module")
 def whole(minnow: Path) -> Reference:
     return Reference(minnow, read_prompts(minnow))
 
@@ -52,19 +47,13 @@ def test_subset(minnow: Path, some: Reference, setting: Setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", layouts(), ids=str)
-def test_a_quarter(minnow: Path, many: Reference, setting: Setting) -> None:
-    check(minnow, many, setting)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", [Setting(tp=2, batch=32), Setting(tp=2, dp=2, split="on", batch=32)], ids=str)
 def test_all(minnow: Path, whole: Reference, setting: Setting) -> None:
-    check(minnow, whole, setting)
+    check(minnow, whole, setting, processes=True)
 
 
-def check(minnow: Path, reference: Reference, setting: Setting) -> None:
+def check(minnow: Path, reference: Reference, setting: Setting, *, processes: bool = False) -> None:
     for label, samplings in reference.samplings.items():
-        outcome = run(minnow, reference.prompts, setting, samplings)
+        outcome = run(minnow, reference.prompts, setting, samplings, processes=processes)
         different = [i for i, ids in enumerate(outcome.outputs) if ids != reference.ids[label][i]]
         print(f"{setting} {label}: {len(different)} differ, {outcome.num_preemptions} preemptions")  # noqa: T201
         if different:
