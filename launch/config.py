@@ -90,7 +90,8 @@ class ClusterSection(_Section):
     `bind`: HOST:PORT of the controller, port 0 for a free one. `advertise`: the address under which other hosts reach
     this host's ranks; the one that leads to the controller if left out. `secret_file`: holds the shared secret, unless
     the environment has LOCKSTEP_SECRET. `join_s`: between the first rank that reports and the last. `stall_s`: without
-    a sign of life. `reform_s`: for replacements, or a connection that heals, after a failure.
+    a sign of life. `reform_s`: for replacements, or a connection that heals, after a failure. `may_differ`: facts, by
+    their names or the beginnings of them, in which nodes may differ (`nic`, `env NCCL_IB`).
     """
 
     bind: str = "127.0.0.1:0"
@@ -102,6 +103,7 @@ class ClusterSection(_Section):
     max_restarts: int = Field(default=5, ge=0)
     restart_window_s: float = Field(default=600.0, gt=0)
     spare: bool = True
+    may_differ: tuple[str, ...] = Field(default=(), strict=False)
 
 
 class LaunchConfig(_Section):
