@@ -1,0 +1,1 @@
+"""Controller, relays and keepers of several hosts: their lines, their messages, and the memory of each node."""
