@@ -7,12 +7,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from parallel.trace import Recorder
 from runtime.channel import Channel, LocalChannel, RankFailure
 from runtime.config import EngineConfig
 from runtime.loading import LoadedModel, ModelFacts, load_model
 from runtime.output import OutputState
 from runtime.plan import StepResult
 from runtime.rank import build_executor
+from runtime.recovery import OnEvent, Recover, Recovery, RestartLimits
 from runtime.request import FinishReason, GenerateRequest, TokenChunk
 from runtime.request_state import RequestState
 from runtime.sampling_params import check_vocabulary, encode_params
@@ -31,32 +33,46 @@ class _Live:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """The ranks of an engine: what they serve, what fits into each of them, and the way to them."""
+    """The ranks of an engine: what they serve, what fits into each of them, and the way to them.
+
+    `recover` (None: there is no way) is called when `channel`, or one that `recover` gave, has failed. It ends or keeps
+    the old ranks, whatever state they are in, and returns a channel to ranks of the same sizes that hold no request. It
+    raises RankFailure when it did not work out, CannotRecover when it never will, ValueError for
+    what the user has to mend; nothing of it is left running then.
+    """
 
     facts: ModelFacts
     sizes: Sizes
     channel: Channel
     bytes_read: tuple[int, ...]  # of weights, by each rank
+    recover: Recover | None = None
+    restarts: RestartLimits = RestartLimits()
 
 
 class Engine:
     """Continuous batching over one model. Single-threaded: whoever reads a stream drives the steps."""
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedModel | None = None, *, deployment: Deployment | None = None
+        self, config: EngineConfig, loaded: LoadedModel | None = None, *, deployment: Deployment | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
-        """One rank in this process, of `loaded` or of the model that `config` names, or the ranks of `deployment`."""
+        """One rank in this process, of `loaded` or of the model that `config` names, or the ranks of `deployment`.
+
+        `on_event` is told of ranks lost and replaced; it may call `abort`.
+        """
         self.config = config
         if deployment is None:
             deployment = _alone(config, loaded if loaded is not None else load_model(config))
         self.bytes_read = deployment.bytes_read
         self.facts, self.sizes, self._channel = deployment.facts, deployment.sizes, deployment.channel
+        self._recovery = Recovery(deployment.recover, deployment.restarts, on_event=on_event)
         self._planner = StepPlanner(config, _limits(config, self.facts, self.sizes))
         self._depth = 1 if config.plans_ahead else 0  # steps in flight while the next one is planned
         self._num_in_flight = 0
         self._live: dict[str, _Live] = {}
         self._unsent: list[TokenChunk] = []
         self._seeds = random.SystemRandom()
+        self.trace = Recorder()  # what this process does with a step; the channel knows what the ranks do
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Queue a request. Raises ValueError, and changes nothing, when it can never run."""
@@ -85,27 +101,32 @@ class Engine:
     def step(self) -> list[TokenChunk]:
         """Plan and publish one step, then commit the oldest in flight. Returns the chunks that became ready.
 
-        Raises what a step raised, every time from then on.
+        Lost ranks are replaced within this call where the deployment can. Raises what a step raised, every time from
+        then on.
         """
         results = None
         try:
             self._channel.raise_failure()
+            self.trace.phase("planning")
             plans = self._planner.schedule()
             if plans is not None:
+                self.trace.step = plans[0].step_id
+                self.trace.phase("sending the plan")
                 self._channel.send(plans)
                 self._num_in_flight += 1
             if self._num_in_flight and (plans is None or self._num_in_flight > self._depth):
                 self._num_in_flight -= 1
+                self.trace.phase("waiting for results")
                 results = self._channel.receive()
         except RankFailure as failure:
-            if not self._live and not self._unsent:
-                raise
-            return self._fail_all(str(failure))
-        chunks, self._unsent = self._unsent, []
+            return self._renew(failure)
+        self.trace.phase("committing")
+        chunks = self._take_unsent()
         if results is not None:
             chunks += [self._chunk(row, result) for row, result in self._planner.commit(results)]
         if self.config.debug:
             self._planner.check()
+        self.trace.phase("between steps")
         return chunks
 
     def has_work(self) -> bool:
@@ -122,10 +143,31 @@ class Engine:
     def planner(self) -> StepPlanner:
         return self._planner
 
-    def _fail_all(self, message: str) -> list[TokenChunk]:
-        """End every open request with what befell the ranks; no step is in flight any more."""
+    @property
+    def channel(self) -> Channel:
+        return self._channel
+
+    def _renew(self, failure: RankFailure) -> list[TokenChunk]:
+        """Go on with new ranks: open requests wait again with the tokens they have. Where there are none, they end."""
         self._num_in_flight = 0
+        self._planner.restart()
+        if self._unsent:  # they need no rank, and to find new ones takes long; the next step hears of the failure again
+            return self._take_unsent()
+        try:
+            self._channel = self._recovery.renew(failure)
+        except RankFailure as final:
+            if not self._live and not self._unsent:
+                raise
+            return self._fail_all(str(final))
+        return self._take_unsent()
+
+    def _take_unsent(self) -> list[TokenChunk]:
         chunks, self._unsent = self._unsent, []
+        return chunks
+
+    def _fail_all(self, message: str) -> list[TokenChunk]:
+        """End every open request with what befell the ranks."""
+        chunks = self._take_unsent()
         for live in list(self._live.values()):
             chunks.append(self._end(live, live.output.fail(FinishReason.ERROR, message)))
         return chunks
@@ -140,7 +182,8 @@ class Engine:
 
     def _end(self, live: _Live, chunk: TokenChunk) -> TokenChunk:
         stats = live.output.stats(
-            num_cached_tokens=live.state.num_cached_tokens, num_preemptions=live.state.num_preemptions
+            num_cached_tokens=live.state.num_cached_tokens, num_preemptions=live.state.num_preemptions,
+            num_restarts=live.state.num_restarts,
         )
         self._planner.finish(live.state)
         del self._live[chunk.request_id]
@@ -211,8 +254,8 @@ def _alone(config: EngineConfig, loaded: LoadedModel) -> Deployment:
         raise ValueError(f"dp = {config.dp}, tp = {config.tp}: an engine in one process runs one rank")
     sizes = choose_sizes(config, loaded.facts)
     channel = LocalChannel(
-        build_executor(config, loaded, sizes), threads=config.threads, inline=not config.plans_ahead,
-        through_codec=config.debug,
+        build_executor(config, loaded, sizes, phase=loaded.trace.phase), threads=config.threads,
+        inline=not config.plans_ahead, through_codec=config.debug, trace=loaded.trace,
     )
     return Deployment(facts=loaded.facts, sizes=sizes, channel=channel, bytes_read=(loaded.bytes_read,))
 

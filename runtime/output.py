@@ -60,13 +60,13 @@ class OutputState:
         text = self._text.finish() if self._text is not None else ""
         return TokenChunk(request_id=self.request.request_id, text=text, finish_reason=reason, error=error)
 
-    def stats(self, *, num_cached_tokens: int, num_preemptions: int) -> RequestStats:
+    def stats(self, *, num_cached_tokens: int, num_preemptions: int, num_restarts: int) -> RequestStats:
         return RequestStats(
             num_prompt_tokens=len(self.request.prompt_token_ids), num_cached_tokens=num_cached_tokens,
             num_output_tokens=self._num_output, steps=self._steps, drafted=self._drafted, accepted=self._accepted,
             drafted_per_position=tuple(self._drafted_per_position),
             accepted_per_position=tuple(self._accepted_per_position), num_preemptions=num_preemptions,
-            ttft_s=self._ttft_s, e2e_s=time.perf_counter() - self._submitted,
+            num_restarts=num_restarts, ttft_s=self._ttft_s, e2e_s=time.perf_counter() - self._submitted,
         )
 
     def _push(self, token_id: int) -> tuple[str, int | str | None]:

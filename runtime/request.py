@@ -137,6 +137,7 @@ class RequestStats:
     drafted_per_position: tuple[int, ...] = ()  # of the first, second, ... draft of a row; sums to `drafted`
     accepted_per_position: tuple[int, ...] = ()
     num_preemptions: int = 0
+    num_restarts: int = 0  # how often the ranks were lost while it ran
     ttft_s: float | None = None
     e2e_s: float | None = None
 

@@ -27,6 +27,7 @@ class RequestState:
     prefill_end: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_restarts: int = 0  # how often the ranks were lost while it ran
     page_hashes: list[bytes] = field(default_factory=list)
 
     @property

@@ -61,10 +61,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.slots = SlotTables(
-            num_slots=limits.max_num_seqs + 1, max_model_len=limits.max_model_len, page_size=limits.page_size,
-            num_pages=limits.num_pages,
-        )
+        self.slots = _empty_tables(limits)
         self.waiting: deque[RequestState] = deque()
         self._prefilling: list[RequestState] = []
         self._state_of_slot: list[RequestState | None] = [None] * (limits.max_num_seqs + 1)
@@ -163,6 +160,24 @@ class Scheduler:
             self.waiting.remove(state)
             return
         self._release(state)
+
+    def restart(self) -> None:
+        """Begin anew with ranks that hold nothing: no step is in flight, no page is published, no slot is held.
+
+        Running requests wait again, in the order of arrival and with nothing but their tokens, as after a preemption.
+        Step numbers go on.
+        """
+        running = [state for state in self._state_of_slot if state is not None]
+        for state in running:
+            state.slot = -1
+            state.num_restarts += 1
+        self.waiting = deque(sorted([*running, *self.waiting], key=lambda state: state.arrival))
+        self.slots = _empty_tables(self.limits)
+        self._state_of_slot = [None] * len(self._state_of_slot)
+        self._prefilling.clear()
+        self._in_flight.clear()
+        self._freed_slots = []
+        self._retired_step = self._last_step
 
     def check(self) -> None:
         """Assert the integrity of pages and slots (tests and debug mode)."""
@@ -272,7 +287,7 @@ class Scheduler:
         )
         state.slot, state.prefill_end = slot, end
         state.prefill_position = len(shared) * limits.page_size
-        if state.num_preemptions == 0:
+        if not (state.num_preemptions or state.num_restarts):
             state.num_cached_tokens = state.prefill_position
         self.num_prefix_queries += end
         self.num_prefix_hits += state.prefill_position
@@ -324,3 +339,10 @@ class Scheduler:
             for page in range(int(tables.num_published[slot]), int(ready[row])):
                 tables.pool.publish(int(tables.page_table[slot, page]), hashes[page])
             tables.num_published[slot] = ready[row]
+
+
+def _empty_tables(limits: SchedulerLimits) -> SlotTables:
+    return SlotTables(
+        num_slots=limits.max_num_seqs + 1, max_model_len=limits.max_model_len, page_size=limits.page_size,
+        num_pages=limits.num_pages,
+    )

@@ -61,6 +61,12 @@ class StepPlanner:
     def finish(self, state: RequestState) -> None:
         self.schedulers[state.group].finish(state)
 
+    def restart(self) -> None:
+        """Nothing is in flight any more, and the ranks hold nothing: running requests of all groups wait again."""
+        self._dummies.clear()
+        for scheduler in self.schedulers:
+            scheduler.restart()
+
     def check(self) -> None:
         for scheduler in self.schedulers:
             scheduler.check()
