@@ -49,6 +49,8 @@ class AllToAllDispatcher:
     `group` holds `group.size * num_local_experts` experts, rank r those from `r * num_local_experts` on.
     """
 
+    asks_first = True
+
     def __init__(self, group: Group, num_local_experts: int) -> None:
         self._group, self._num_local_experts = group, num_local_experts
 

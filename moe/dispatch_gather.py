@@ -32,6 +32,8 @@ class AllGatherDispatcher:
     `group` holds `group.size * num_local_experts` experts, rank r those from `r * num_local_experts` on.
     """
 
+    asks_first = False
+
     def __init__(self, group: Group, num_local_experts: int) -> None:
         self._group, self._num_local_experts = group, num_local_experts
 

@@ -31,7 +31,12 @@ class Dispatcher(Protocol):
     For one layer and half the order is announce, dispatch_send, dispatch_recv, combine_send, combine_recv; each call
     takes the handle of the one before. Every rank of the expert group makes every call, with zero tokens too, and
     the collectives behind a call are the same whatever the data.
+
+    `asks_first`: tokens leave in dispatch_send, once it is known how many come from where; else with announce.
     """
+
+    @property
+    def asks_first(self) -> bool: ...
 
     def announce(self, hidden: Tensor, routing: Routing, capacity: int | None = None) -> DispatchHandle:
         """Starts what can start once the routing is known, and returns at once.

@@ -46,11 +46,11 @@ class GroupedExperts:
     """Tokens sorted by expert; each expert that has any runs once on its own."""
 
     def __init__(self, experts: list[GatedMlp]) -> None:
-        self._experts = experts
+        self.experts = experts  # others may take their place between steps
 
     def __call__(self, tokens: Dispatched) -> Tensor:
         hidden, routing = tokens.hidden, tokens.routing
-        num_experts, top_k = len(self._experts), routing.expert_ids.shape[1]
+        num_experts, top_k = len(self.experts), routing.expert_ids.shape[1]
         if hidden.shape[0] == 1:
             return self._one_token(hidden, routing)
         sorted_ids, order = routing.expert_ids.flatten().sort(stable=True)  # [num_tokens * top_k]
@@ -70,13 +70,13 @@ class GroupedExperts:
             rows = slice(begin, begin := begin + count)
             if count:
                 piece = hidden.index_select(0, token_idx[rows])
-                output.index_add_(0, token_idx[rows], self._experts[expert](piece, weights[rows]))
+                output.index_add_(0, token_idx[rows], self.experts[expert](piece, weights[rows]))
         return output
 
     def _one_token(self, hidden: Tensor, routing: Routing) -> Tensor:
         """[1, hidden_size]: nothing to sort, one row for each expert. With many ranks most routes lead elsewhere."""
         expert_ids, weights = routing.expert_ids[0].tolist(), routing.weights.view(-1, 1)
-        here = [i for i, expert in enumerate(expert_ids) if expert < len(self._experts)]
+        here = [i for i, expert in enumerate(expert_ids) if expert < len(self.experts)]
         if not here:
             return torch.zeros_like(hidden)
         if len(here) < len(expert_ids):
@@ -85,10 +85,10 @@ class GroupedExperts:
 
     def _run_together(self, pieces: list[tuple[int, Tensor]], weights: Tensor) -> Tensor:
         """Few rows: join the experts' inner values for what is done element by element. weights: [num_rows, 1]."""
-        inner = torch.cat([self._experts[e].gate_up(piece) for e, piece in pieces])  # [num_rows, 2 * width]
+        inner = torch.cat([self.experts[e].gate_up(piece) for e, piece in pieces])  # [num_rows, 2 * width]
         inner = gated(inner, inner.shape[1] // 2).mul_(weights)
         inner_pieces = torch.split(inner, [piece.shape[0] for _, piece in pieces])
-        return torch.cat([self._experts[e].down(part) for (e, _), part in zip(pieces, inner_pieces, strict=True)])
+        return torch.cat([self.experts[e].down(part) for (e, _), part in zip(pieces, inner_pieces, strict=True)])
 
 
 class DenseExperts:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moe.dispatch_protocol import Dispatcher, DispatchHandle
 from moe.experts import Experts, GatedMlp
+from moe.replicas import ReplicaMap
 from moe.router import Router
 
 
@@ -25,11 +26,17 @@ class MoeLayer:
     """Router, dispatcher, experts and an optional shared expert (None also when the experts contain it).
 
     The order is route, dispatch_send, run_experts, combine_send, combine_recv, with run_shared anywhere after route: it
-    needs nothing from other ranks and fills a wait.
+    needs nothing from other ranks and fills a wait. With `replicas` the dispatcher's experts are slots that hold the
+    router's, some of them several times (moe/placement.py).
     """
 
-    def __init__(self, router: Router, dispatcher: Dispatcher, experts: Experts, shared: GatedMlp | None) -> None:
+    def __init__(
+        self, router: Router, dispatcher: Dispatcher, experts: Experts, shared: GatedMlp | None,
+        replicas: ReplicaMap | None = None,
+    ) -> None:
         self._router, self._dispatcher, self._experts, self._shared = router, dispatcher, experts, shared
+        self._replicas = replicas
+        self.asks_first = dispatcher.asks_first
 
     def route(self, hidden: Tensor, dummy: Tensor | None = None, capacity: int | None = None) -> MoeState:
         """Chooses experts and lets the other ranks know.
@@ -37,7 +44,10 @@ class MoeLayer:
         hidden: [num_tokens, hidden_size] after the norm; dummy: [num_tokens] bool, tokens for no expert; capacity: as
         in `Dispatcher.announce`.
         """
-        return MoeState(hidden, self._dispatcher.announce(hidden, self._router(hidden, dummy), capacity))
+        routing = self._router(hidden, dummy)
+        if self._replicas is not None:
+            routing = self._replicas(routing)
+        return MoeState(hidden, self._dispatcher.announce(hidden, routing, capacity))
 
     def dispatch_send(self, state: MoeState) -> None:
         state.handle = self._dispatcher.dispatch_send(state.handle)

@@ -1,0 +1,85 @@
+"""From experts to the slots that hold them: which replica a token takes, and how much each expert is asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe.placement import Placement
+from moe.router import Routing
+from moe.shares import traffic
+
+PERIOD = 60  # entries of a table row: divided by every number of replicas up to 6
+
+
+class ReplicaMap:
+    """One layer's map on one rank. A token at position p of the rank's batch takes entry p % PERIOD of its expert's row.
+
+    table: [num_experts + 1, PERIOD] int64 slots, counted over all ranks; the last row stands for no expert.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+        self._positions = torch.arange(PERIOD, device=table.device)  # grows with the batch
+        self._one = torch.ones(1, dtype=torch.int64, device=table.device)
+        self._counts = torch.zeros(table.shape[0], dtype=torch.int64, device=table.device)
+
+    def __call__(self, routing: Routing) -> Routing:
+        """Experts -> slots; what was asked for is counted, routes to no expert apart."""
+        ids = routing.expert_ids  # [num_tokens, top_k]
+        num_tokens = ids.shape[0]
+        self._counts.scatter_add_(0, ids.reshape(-1), self._one.expand(ids.numel()))
+        if num_tokens > len(self._positions):
+            self._positions = torch.arange(2 * num_tokens, device=ids.device) % PERIOD
+        entries = ids * PERIOD + self._positions[:num_tokens, None]
+        return Routing(self._table.view(-1)[entries], routing.weights)
+
+    def use(self, table: Tensor) -> None:
+        """Take another table from the next call on."""
+        assert table.shape == self._table.shape, (table.shape, self._table.shape)
+        self._table = table
+
+    def take_counts(self) -> Tensor:
+        """[num_experts] int64: routes of this rank's tokens since the last call."""
+        counts = self._counts[:-1].clone()
+        self._counts.zero_()
+        return counts
+
+
+def replica_table(placement: Placement, layer: int, rank: int, ranks_per_node: int) -> Tensor:
+    """[num_experts + 1, PERIOD] int64 for `ReplicaMap` on `rank`: near replicas first, as far as the shares allow."""
+    idx = placement.index(layer)
+    shares = placement.rank_shares()[idx]  # [num_experts, num_ranks]
+    rows = traffic(shares, ranks_per_node)[:, rank]  # [num_experts, num_ranks]
+    ranks = spread(rows, rank)  # [num_experts, PERIOD]
+    slots = first_slots(placement.experts[idx], placement.num_experts)  # [num_experts, num_ranks]
+    physical = ranks * placement.num_slots + np.take_along_axis(slots, ranks, 1)
+    nowhere = np.full((1, PERIOD), placement.num_ranks * placement.num_slots)
+    return torch.from_numpy(np.concatenate((physical, nowhere)))
+
+
+def spread(rows: NDArray[np.float64], first: int) -> NDArray[np.int64]:
+    """[n, num_ranks] parts of 1 -> [n, PERIOD] ranks in these parts, evenly mixed, also over any few entries in a row.
+
+    `first` turns the rows, so that the first tokens of different ranks do not all take the same replica.
+    """
+    credit = np.zeros_like(rows)
+    taken = np.empty((len(rows), PERIOD), np.int64)
+    here = np.arange(len(rows))
+    for entry in range(PERIOD):
+        credit += rows
+        # Of equal credits the lowest rank; rounding must not break what is meant to be a tie.
+        taken[:, entry] = np.round(credit, 9).argmax(1)
+        credit[here, taken[:, entry]] -= 1.0
+    return np.roll(taken, -first, axis=1)
+
+
+def first_slots(experts: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:
+    """[num_ranks, num_slots] -> [num_experts, num_ranks]: the first slot of an expert on a rank; 0 where it has none."""
+    num_ranks, num_slots = experts.shape
+    slots = np.zeros((num_experts, num_ranks), np.int64)
+    for slot in reversed(range(num_slots)):
+        slots[experts[:, slot], np.arange(num_ranks)] = slot
+    return slots
