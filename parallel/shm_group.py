@@ -18,11 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from parallel.abort import AbortSignal
 from parallel.group import Pending
 
 NUM_SLOTS = 8  # operations of one group under way at once; two halves need four
 SPIN_TURNS = 50
-SLICE_S = 0.05  # of sleeping: whoever supervises a rank ends it, so nothing else bounds a wait
+SLICE_S = 0.05  # of sleeping; then whoever supervises the rank may have called the wait off, and nothing else ends it
 _LINE = 64  # bytes; each counter has a cache line to itself
 _WORDS_PER_LINE = _LINE // 8
 _MAX_RANKS = 64
@@ -45,10 +46,14 @@ def segment_size(num_ranks: int, slot_bytes: int) -> int:
 class ShmGroup:
     """`rank` of `size` ranks over the segment behind `fd`, which holds messages of up to `slot_bytes` bytes.
 
+    `abort` calls waits off. `labels`: what errors call the ranks, where these are some of a larger group's.
     Raises ValueError for a message that does not fit, RuntimeError when ranks call different operations.
     """
 
-    def __init__(self, name: str, rank: int, size: int, fd: int, slot_bytes: int, sleeper: Sleeper) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, fd: int, slot_bytes: int, sleeper: Sleeper,
+        *, abort: AbortSignal | None = None, labels: Sequence[int] | None = None,
+    ) -> None:
         assert 1 <= size <= _MAX_RANKS, size
         self.name, self.rank, self.size = name, rank, size
         length = segment_size(size, slot_bytes)
@@ -56,7 +61,8 @@ class ShmGroup:
         memory = mmap.mmap(fd, length)
         self._words = memoryview(memory).cast("Q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._slot_bytes, self._sleeper = slot_bytes, sleeper
+        self._slot_bytes, self._sleeper, self._abort = slot_bytes, sleeper, abort
+        self._labels = range(size) if labels is None else labels
         data = torch.frombuffer(memory, dtype=torch.uint8)[_counter_bytes(size) :]
         self._slots = data.view(size, NUM_SLOTS, _slot_size(slot_bytes))  # [rank, slot, bytes]
         self._count = 0  # operations started
@@ -82,13 +88,20 @@ class ShmGroup:
         return self._start(1, x, out, take)
 
     def all_to_all(self, x: Tensor) -> Pending:
+        return self._exchange(2, x)
+
+    def summands(self, x: Tensor) -> Pending:
+        """[size * n, ...] -> [size * n, ...]: what `reduce_scatter` would sum, block i from rank i."""
+        return self._exchange(1, x)
+
+    def _exchange(self, operation: int, x: Tensor) -> Pending:
         n = self._block(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
 
         def take(rank: int, given: Tensor) -> None:
             out[rank * n : (rank + 1) * n] = given[self.rank * n : (self.rank + 1) * n]
 
-        return self._start(2, x, out, take)
+        return self._start(operation, x, out, take)
 
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         assert x.shape[0] == sum(send), (x.shape, send)
@@ -134,8 +147,8 @@ class ShmGroup:
             header = slot[: _header_bytes()].view(torch.int64)
             if int(header[0]) != operation:
                 raise RuntimeError(
-                    f"call {call} on {self.name}: rank {rank} made {OPERATIONS[int(header[0])]}, rank {self.rank} "
-                    f"{OPERATIONS[operation]}"
+                    f"call {call} on {self.name}: rank {self._labels[rank]} made {OPERATIONS[int(header[0])]}, "
+                    f"rank {self._labels[self.rank]} {OPERATIONS[operation]}"
                 )
             begin, rows = 0, x.shape[0]
             if operation == OPERATIONS.index("all_to_all_uneven"):
@@ -143,8 +156,8 @@ class ShmGroup:
                 begin, rows = sum(counts[: self.rank]), counts[self.rank]
             elif int(header[1]) != x.numel() * x.element_size():
                 raise RuntimeError(
-                    f"call {call} on {self.name}: rank {rank} gave {int(header[1])} bytes to {OPERATIONS[operation]}, "
-                    f"rank {self.rank} {x.numel() * x.element_size()}"
+                    f"call {call} on {self.name}: rank {self._labels[rank]} gave {int(header[1])} bytes to "
+                    f"{OPERATIONS[operation]}, rank {self._labels[self.rank]} {x.numel() * x.element_size()}"
                 )
             take(rank, _data(slot, x, begin, rows))
         self._finished.add(call)
@@ -180,6 +193,8 @@ class ShmGroup:
         words[flag] = 1
         self._fence()
         while (seen := words[word]) < least:
+            if self._abort is not None:
+                self._abort.raise_if_set()
             self._sleeper.wait(self._address + 8 * word, seen & 0xFFFFFFFF, SLICE_S)
         words[flag] = 0
         self._fence()
