@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +34,7 @@ class GenerateOptions:
     overrides: Sequence[str] = ()
     flags: Mapping[str, Any] = field(default_factory=dict)
     json: bool = False
+    trace: Path | None = None
 
 
 class EngineLike(Protocol):
@@ -57,9 +59,28 @@ def run(options: GenerateOptions, make: Callable[[EngineConfig], EngineLike] | N
     engine = (make or make_engine)(engine_config)
     try:
         load_s = time.perf_counter() - start
-        return _drive(engine, outcomes, requests, options.json, load_s)
+        with traced(engine, options.trace):
+            return _drive(engine, outcomes, requests, options.json, load_s)
     finally:
         engine.close()
+
+
+@contextmanager
+def traced(engine: object, path: Path | None) -> Iterator[None]:
+    """Write what controller and ranks do in here to `path`; None: nothing of the kind. Raises OSError if it cannot."""
+    if path is None:
+        yield
+        return
+    from launch.trace_file import start_trace, write_trace
+    from runtime.engine import Engine
+
+    assert isinstance(engine, Engine)
+    path.open("w").close()  # what cannot be written is better told before the work than after it
+    start_trace(engine)
+    try:
+        yield
+    finally:
+        sys.stderr.write(f"lockstep: trace: {write_trace(engine, path)}\n")
 
 
 def prepare(options: GenerateOptions, config: LaunchConfig) -> tuple[list[Outcome], dict[str, GenerateRequest]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel.group import Group, ProcessGroup, SoloGroup
 from parallel.ledger import Ledger, LedgerGroup
+from parallel.trace import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class RankGroups:
     tp: Group
     ep: Group
     ledger: Ledger | None = None  # debug mode: where the groups write down their collectives
+    trace: Recorder | None = None  # where this rank's spans go while somebody wants them
 
 
 def solo_groups() -> RankGroups:
@@ -49,7 +51,7 @@ def solo_groups() -> RankGroups:
 
 def with_ledger(groups: RankGroups, ledger: Ledger) -> RankGroups:
     """The same groups, writing down what they do."""
-    return RankGroups(tp=LedgerGroup(groups.tp, ledger), ep=LedgerGroup(groups.ep, ledger), ledger=ledger)
+    return replace(groups, tp=LedgerGroup(groups.tp, ledger), ep=LedgerGroup(groups.ep, ledger), ledger=ledger)
 
 
 def build_groups(layout: Layout, device_type: str) -> RankGroups:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from mtp.drafter import Drafter, MtpDrafter
-from parallel.layout import RankGroups
+from parallel.layout import RankGroups, solo_groups
+from parallel.trace import Recorder
 from runtime.attention.meta import KvSpec
 from runtime.config import EngineConfig
 from runtime.executor import TargetModel
@@ -43,6 +44,7 @@ class LoadedModel:
     drafter: Drafter | None
     device: torch.device
     bytes_read: int = 0
+    trace: Recorder = field(default_factory=Recorder)  # where the model notes what it does, while somebody wants it
 
 
 def read_facts(config: EngineConfig, *, with_text: bool = True) -> ModelFacts:
@@ -68,10 +70,12 @@ def load_model(config: EngineConfig, groups: RankGroups | None = None) -> Loaded
     model_config = _model_config(config)
     device = _device(config.device)
     torch.set_num_threads(config.threads)
+    trace = groups.trace if groups is not None and groups.trace is not None else Recorder()
+    own = replace(groups if groups is not None else solo_groups(), trace=trace)
     with torch.inference_mode(), WeightSource(config.model) as source:
         model = DeepseekModel.load(
-            source, model_config, groups=groups, device=device, storage=config.storage, with_mtp=config.k > 0,
-            dispatch=config.dispatch, ledger=groups.ledger if groups is not None else None,
+            source, model_config, groups=own, device=device, storage=config.storage, with_mtp=config.k > 0,
+            dispatch=config.dispatch,
         )
         bytes_read = source.bytes_read
     drafter = None
@@ -80,7 +84,7 @@ def load_model(config: EngineConfig, groups: RankGroups | None = None) -> Loaded
         drafter = MtpDrafter(model.mtp, hidden_size=model_config.hidden_size)
     return LoadedModel(
         facts=read_facts(config, with_text=groups is None), model=model, drafter=drafter, device=device,
-        bytes_read=bytes_read,
+        bytes_read=bytes_read, trace=trace,
     )
 
 

@@ -19,6 +19,8 @@ from runtime.rank_messages import (
     Ready,
     Start,
     Stop,
+    Trace,
+    TracePage,
     decode_control,
     encode_control,
     frame_plans,
@@ -29,10 +31,12 @@ from runtime.rank_watch import Diagnosis, RankWatch, rank_names
 from runtime.result_codec import decode_result
 from runtime.ring import MessageTooLarge, RingDamaged, RingError, RingWriter
 from runtime.sizing import Sizes
+from runtime.trace import ProcessTrace
 from runtime.vitals import Vitals
 
 LOOK_S = 0.05  # between two looks at the ranks
 CLOSE_S = 3.0  # how long ranks may take to end by themselves
+TRACE_S = 5.0  # ... and to send the last pages of a trace
 
 
 class RankChannel:
@@ -59,6 +63,7 @@ class RankChannel:
         self._looked = 0.0
         self._failure: RuntimeError | None = None
         self._ledgers = LedgerCheck(layout)
+        self._traces: dict[int, ProcessTrace] = {}
 
     @property
     def facts(self) -> list[dict[str, int]]:
@@ -97,6 +102,24 @@ class RankChannel:
         assert all(result.step_id == step_id for result in results), (step_id, [r.step_id for r in results])
         self._moved = time.monotonic()
         return results
+
+    def start_trace(self) -> None:
+        """Have every rank note what it does in the steps sent from now on."""
+        self._traces = {rank: ProcessTrace() for rank in range(self._layout.ep)}
+        self._send(encode_control(Trace(on=True)))
+
+    def stop_trace(self) -> list[ProcessTrace]:
+        """What every rank has noted, in rank order; what came of it if ranks have failed."""
+        try:
+            self.raise_failure()
+            self._send(encode_control(Trace(on=False)))
+            until = time.monotonic() + TRACE_S
+            while time.monotonic() < until and not all(trace.is_complete for trace in self._traces.values()):
+                self._look()
+                time.sleep(0.005)
+        except RankFailure:
+            pass
+        return [self._traces[rank] for rank in sorted(self._traces)]
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -167,6 +190,9 @@ class RankChannel:
             difference = self._ledgers.add(rank, message.step_id, message.digests)
             if difference is not None:
                 self._fail(Diagnosis(message=difference))
+        elif isinstance(message, TracePage):
+            if rank in self._traces:
+                self._traces[rank].add(message, time.monotonic_ns())
         else:
             raise ValueError(f"a rank does not say {message!r}")
 

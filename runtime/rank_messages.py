@@ -7,7 +7,7 @@ is ever executed.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -62,9 +62,33 @@ class LedgerPage:
     digests: Mapping[str, int]
 
 
-Control = Ready | Start | Stop | Failure | LedgerPage
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """controller -> rank: note what the steps do from here on, or no longer (and send what is left)."""
+
+    on: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracePage:
+    """rank -> controller: some spans of a trace (runtime/trace.py).
+
+    `clock`: whose clock the times are on; `sent_ns`: when this page left, by it. `num_dropped`: spans that got lost so
+    far for want of room. `is_last`: no page follows before the next trace begins.
+    """
+
+    clock: str
+    sent_ns: int
+    names: Sequence[str]
+    spans: bytes
+    num_dropped: int
+    is_last: bool
+
+
+Control = Ready | Start | Stop | Failure | LedgerPage | Trace | TracePage
 _KINDS: dict[str, type[Control]] = {
-    "ready": Ready, "start": Start, "stop": Stop, "failure": Failure, "ledger": LedgerPage
+    "ready": Ready, "start": Start, "stop": Stop, "failure": Failure, "ledger": LedgerPage, "trace": Trace,
+    "trace_page": TracePage,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

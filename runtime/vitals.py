@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from parallel.trace import Recorder
+
 STARTING, READY, FAILED, CLOSED = range(4)
 STATE_NAMES = ("starting", "ready", "failed", "closed")
 
@@ -73,9 +75,13 @@ class Vitals:
 
 
 class RankVitals:
-    """The writer's side, in a rank. `start` begins the heartbeat, `close` ends it."""
+    """The writer's side, in a rank. `start` begins the heartbeat, `close` ends it.
+
+    What is written down here is also what a trace is made of, while somebody wants one.
+    """
 
     def __init__(self, fd: int, rank: int) -> None:
+        self.trace = Recorder()
         self._map = mmap.mmap(fd, 0)
         self._at = rank * _RECORD
         self._numbers = memoryview(self._map)[self._at : self._at + 32].cast("q")
@@ -96,6 +102,7 @@ class RankVitals:
 
     def step(self, step_id: int) -> None:
         self._numbers[_STEP] = step_id
+        self.trace.step = step_id
 
     def state(self, state: int) -> None:
         self._numbers[_STATE] = state
@@ -103,6 +110,7 @@ class RankVitals:
     def phase(self, text: str) -> None:
         """What this rank is about to do, in a few words."""
         self._map[self._at + _PHASE : self._at + _OPERATION] = text_field(text, _OPERATION - _PHASE)
+        self.trace.phase(text)
 
     def waiting(self, operation: bytes) -> None:
         """The collective waited for, made by `text_field`: a copy of bytes, cheap enough for every call."""

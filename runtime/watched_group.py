@@ -1,4 +1,4 @@
-"""A group that notes on the rank's vitals page which collective it waits for."""
+"""A group that notes on the rank's vitals page which collective it waits for, and in its trace when it travels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parallel.group import Group, Pending
 from parallel.layout import RankGroups
+from parallel.trace import Exchange
 from runtime.vitals import RankVitals, text_field
 
 
@@ -18,45 +19,68 @@ class WatchedGroup:
         self.name, self.rank, self.size = group.name, group.rank, group.size
         self._group, self._vitals = group, vitals
         self._gather, self._scatter, self._even, self._uneven = (
-            text_field(f"{operation} on {group.name}")
+            _Note(f"{operation} on {group.name}")
             for operation in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_uneven")
         )
 
     def all_gather(self, x: Tensor) -> Pending:
-        self._vitals.waiting(self._gather)
+        self._vitals.waiting(self._gather.field)
         return self._started(self._group.all_gather(x), self._gather)
 
     def reduce_scatter(self, x: Tensor) -> Pending:
-        self._vitals.waiting(self._scatter)
+        self._vitals.waiting(self._scatter.field)
         return self._started(self._group.reduce_scatter(x), self._scatter)
 
     def all_to_all(self, x: Tensor) -> Pending:
-        self._vitals.waiting(self._even)
+        self._vitals.waiting(self._even.field)
         return self._started(self._group.all_to_all(x), self._even)
 
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        self._vitals.waiting(self._uneven)
+        self._vitals.waiting(self._uneven.field)
         return self._started(self._group.all_to_all_uneven(x, send, receive), self._uneven)
 
-    def _started(self, pending: Pending, note: bytes) -> Pending:
+    def _started(self, pending: Pending, note: _Note) -> Pending:
         self._vitals.waited()
-        return _Watched(pending, note, self._vitals)
+        trace = self._vitals.trace
+        if trace.on:
+            pending = _Traced(pending, trace.exchange(note.text))
+        return _Watched(pending, note.field, self._vitals)
+
+
+class _Note:
+    __slots__ = ("field", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text, self.field = text, text_field(text)
 
 
 class _Watched:
-    __slots__ = ("_note", "_pending", "_vitals")
+    __slots__ = ("_field", "_pending", "_vitals")
 
-    def __init__(self, pending: Pending, note: bytes, vitals: RankVitals) -> None:
-        self._pending, self._note, self._vitals = pending, note, vitals
+    def __init__(self, pending: Pending, field: bytes, vitals: RankVitals) -> None:
+        self._pending, self._field, self._vitals = pending, field, vitals
 
     def wait(self) -> Tensor:
-        self._vitals.waiting(self._note)
+        self._vitals.waiting(self._field)
         result = self._pending.wait()
         self._vitals.waited()
         return result
 
 
+class _Traced:
+    __slots__ = ("_exchange", "_pending")
+
+    def __init__(self, pending: Pending, exchange: Exchange) -> None:
+        self._pending, self._exchange = pending, exchange
+
+    def wait(self) -> Tensor:
+        self._exchange.waiting()
+        result = self._pending.wait()
+        self._exchange.arrived()
+        return result
+
+
 def watch_groups(groups: RankGroups, vitals: RankVitals) -> RankGroups:
-    """Both groups, watched where they have more than one rank."""
+    """Both groups, watched where they have more than one rank, and the rank's trace."""
     tp, ep = (WatchedGroup(g, vitals) if g.size > 1 else g for g in (groups.tp, groups.ep))
-    return RankGroups(tp=tp, ep=ep)
+    return RankGroups(tp=tp, ep=ep, trace=vitals.trace)

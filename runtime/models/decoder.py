@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -37,20 +37,26 @@ class HalfState:
     capacity: int | None = None  # rows that every rank pads to in a dispatch of fixed shape: >= ceil(n / tp) anywhere
 
 
-Stage = Callable[[HalfState], None]
+class Part(NamedTuple):
+    """A piece of a stage, by the name that a trace shows."""
+
+    name: str
+    run: Callable[[HalfState], None]
+
+
+Stage = tuple[Part, ...]
 
 
 class DecoderLayer:
     """Attention and feed-forward part; `kv_idx` is the layer's place in the list of caches.
 
-    `stages`: attention and routing | dispatch send, shared expert | dispatch recv, experts, combine send |
-    combine recv, or attention | mlp. Running them in order on one state is the layer. `trailing_stages` are the same
-    for half B of two, which runs its shared expert before it sends: B's counts are then still on the way.
+    `stages` in order on one state are the layer; a dense layer has two, one with experts four (moe_stages below).
+    `trailing_stages` are those of half B of two.
 
-    An exchange over ep starts at the end of one stage and is waited for at the beginning of the next, so that between
-    the two there is always a stage of the other half (runtime/overlap.py). The exchanges over tp stay inside a stage:
-    they are within one node and brief, and splitting attention from routing for them would leave the counts, which
-    cross nodes, with nothing to hide behind.
+    An exchange over ep starts at the end of one stage and is waited for at the beginning of a later one, so that
+    between the two there is always a stage of the other half (runtime/overlap.py). The exchanges over tp stay inside a
+    stage: they are within one node and brief, and splitting attention from routing for them would leave what travels
+    next, which crosses nodes, with nothing to hide behind.
     """
 
     def __init__(
@@ -67,16 +73,12 @@ class DecoderLayer:
         self._attention_norm, self._attention, self._mlp_norm = attention_norm, attention, mlp_norm
         self.stages: tuple[Stage, ...]
         self.trailing_stages: tuple[Stage, ...]
+        attend = Part("attention", self.attend)
         if isinstance(mlp, MoeLayer):
-            moe = _MoeStages(mlp)
-            self.stages = self._route(mlp), moe.send_then_share, moe.run_experts, moe.combine_recv
-            self.trailing_stages = self.stages[0], moe.share_then_send, *self.stages[2:]
+            first = (attend, Part("routing", self._route(mlp)))
+            self.stages, self.trailing_stages = ((first, *rest) for rest in moe_stages(mlp))
         else:
-            self.stages = self.trailing_stages = self.attend, self._run_dense(mlp)
-
-    def run(self, state: HalfState) -> None:
-        for stage in self.stages:
-            stage(state)
+            self.stages = self.trailing_stages = (attend,), (Part("mlp", self._run_dense(mlp)),)
 
     def attend(self, state: HalfState) -> None:
         def attention(normed: Tensor) -> Tensor:
@@ -90,42 +92,52 @@ class DecoderLayer:
         partial = module(full) if state.num_tokens else full
         state.hidden.add_(reduce_scatter_tokens(self._tp, partial))
 
-    def _run_dense(self, mlp: GatedMlp) -> Stage:
+    def _run_dense(self, mlp: GatedMlp) -> Callable[[HalfState], None]:
         def run_dense(state: HalfState) -> None:
             self._add_partial(state, self._mlp_norm(state.hidden), mlp)
 
         return run_dense
 
-    def _route(self, layer: MoeLayer) -> Stage:
-        def attend_and_route(state: HalfState) -> None:
-            self.attend(state)
+    def _route(self, layer: MoeLayer) -> Callable[[HalfState], None]:
+        def route(state: HalfState) -> None:
             state.moe = layer.route(self._mlp_norm(state.hidden), state.dummy, state.capacity)
 
-        return attend_and_route
+        return route
 
 
-class _MoeStages:
-    """What follows routing, on a half's state."""
+def moe_stages(layer: MoeLayer) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    """What follows routing, for the leading half (or the whole pass) and for the trailing one.
 
-    def __init__(self, layer: MoeLayer) -> None:
-        self._layer = layer
+    Where row counts travel first, the leading half sends its tokens and then runs its shared expert; the trailing half
+    runs its shared expert before, while its counts are still on the way. Where the tokens left with the routing, the
+    trailing half keeps its shared expert until its results travel, with little else to hide behind.
+    """
 
-    def send_then_share(self, state: HalfState) -> None:
-        assert state.moe is not None
-        self._layer.dispatch_send(state.moe)
-        self._layer.run_shared(state.moe)
+    def send(state: HalfState) -> None:
+        layer.dispatch_send(_moe(state))
 
-    def share_then_send(self, state: HalfState) -> None:
-        assert state.moe is not None
-        self._layer.run_shared(state.moe)
-        self._layer.dispatch_send(state.moe)
+    def share(state: HalfState) -> None:
+        layer.run_shared(_moe(state))
 
-    def run_experts(self, state: HalfState) -> None:
-        assert state.moe is not None
-        self._layer.run_experts(state.moe)
-        self._layer.combine_send(state.moe)  # at once: results travel during the other half's experts
+    def run_experts(state: HalfState) -> None:
+        layer.run_experts(_moe(state))
 
-    def combine_recv(self, state: HalfState) -> None:
-        assert state.moe is not None
-        state.hidden.add_(self._layer.combine_recv(state.moe))
+    def send_back(state: HalfState) -> None:
+        layer.combine_send(_moe(state))
+
+    def add(state: HalfState) -> None:
+        state.hidden.add_(layer.combine_recv(_moe(state)))
         state.moe = None
+
+    dispatch, shared = Part("dispatch", send), Part("shared expert", share)
+    experts = Part("experts", run_experts), Part("combine", send_back)  # at once: results travel from here on
+    combine = (Part("combine", add),)
+    leading = (dispatch, shared), experts, combine
+    if layer.asks_first:
+        return leading, ((shared, dispatch), experts, combine)
+    return leading, ((dispatch,), (*experts, shared), combine)
+
+
+def _moe(state: HalfState) -> MoeState:
+    assert state.moe is not None
+    return state.moe

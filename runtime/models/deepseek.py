@@ -9,10 +9,8 @@ from torch import Tensor
 
 from moe.dispatcher import DispatchKind, make_dispatcher
 from mtp.head import MtpHead
-from parallel.group import Group
 from parallel.halves import gather_halves, scatter_sums, split_tokens
 from parallel.layout import RankGroups, solo_groups
-from parallel.ledger import Ledger
 from parallel.linear import Linear, Storage
 from parallel.norm import RmsNorm
 from runtime.attention.meta import AttentionMeta, KvSpec
@@ -34,20 +32,19 @@ class DeepseekModel:
         self,
         config: ModelConfig,
         *,
-        tp: Group,
+        groups: RankGroups,
         embed: Embedding,
         layers: list[DecoderLayer],
         norm: RmsNorm,
         head: Linear,
         passes: Passes,
         mtp: MtpHead[AttentionMeta] | None,
-        ledger: Ledger | None = None,
     ) -> None:
         self.config = config
         self.mtp = mtp
         self.layers = layers
         self.passes = passes
-        self._tp, self._ledger = tp, ledger
+        self._groups = groups
         self._embed, self._norm, self._head = embed, norm, head
 
     @classmethod
@@ -61,7 +58,6 @@ class DeepseekModel:
         storage: Storage = "auto",
         with_mtp: bool = True,
         dispatch: DispatchKind = "auto",
-        ledger: Ledger | None = None,
     ) -> DeepseekModel:
         """Read this rank's share of every tensor of `source`; `with_mtp=False` leaves the MTP layer out.
 
@@ -82,12 +78,11 @@ class DeepseekModel:
             head = loader.head()
             mtp = None
             if with_mtp and config.num_mtp_layers:
-                mtp = _load_mtp(loader, groups.tp, embed, head, passes, ledger)
+                mtp = _load_mtp(loader, groups, embed, head, passes)
             loader.ignore_known_extras(keep_mtp=with_mtp)
             source.check_consumed()
         return cls(
-            config, tp=groups.tp, embed=embed, layers=layers, norm=norm, head=head, passes=passes, mtp=mtp,
-            ledger=ledger,
+            config, groups=groups, embed=embed, layers=layers, norm=norm, head=head, passes=passes, mtp=mtp
         )
 
     @property
@@ -106,10 +101,11 @@ class DeepseekModel:
         of tp. No expert sees the tokens that a meta calls dummy, and nobody reads their results.
         """
         sizes = [meta.num_tokens for meta in metas]
-        embedded = scatter_sums(self._tp, [self._embed(ids) for ids in split_tokens(token_ids, sizes)])
+        tp = self._groups.tp
+        embedded = scatter_sums(tp, [self._embed(ids) for ids in split_tokens(token_ids, sizes)])
         halves = self.passes.begin(embedded, metas, kv)
-        run_layers(self.layers, halves, self._ledger)
-        return gather_halves(self._tp, [self._norm(half.hidden) for half in halves], sizes)
+        run_layers(self.layers, halves, self._groups.ledger, self._groups.trace)
+        return gather_halves(tp, [self._norm(half.hidden) for half in halves], sizes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] from `forward` -> [n, vocab_size / tp] float32: this rank's words, which follow one another
@@ -125,29 +121,29 @@ def kv_spec(config: ModelConfig, *, with_mtp: bool) -> KvSpec:
 class MtpBlock:
     """The head's decoder layer, over passes worked out from the step's metas."""
 
-    def __init__(self, layer: DecoderLayer, passes: Passes, ledger: Ledger | None) -> None:
-        self._layers, self._passes, self._ledger = [layer], passes, ledger
+    def __init__(self, layer: DecoderLayer, passes: Passes, groups: RankGroups) -> None:
+        self._layers, self._passes, self._groups = [layer], passes, groups
 
     def __call__(self, hidden: list[Tensor], metas: Sequence[AttentionMeta], kv: list[Tensor]) -> list[Tensor]:
         halves = self._passes.begin(hidden, metas, kv)
-        run_layers(self._layers, halves, self._ledger)
+        run_layers(self._layers, halves, self._groups.ledger, self._groups.trace)
         return [half.hidden for half in halves]
 
 
 def _load_mtp(
-    loader: Loader, tp: Group, embed: Embedding, head: Linear, passes: Passes, ledger: Ledger | None
+    loader: Loader, groups: RankGroups, embed: Embedding, head: Linear, passes: Passes
 ) -> MtpHead[AttentionMeta]:
     config = loader.config
     loader.require_mtp()
     idx = config.num_hidden_layers
     prefix, hidden = f"model.layers.{idx}", config.hidden_size
     return MtpHead(
-        tp=tp,
+        tp=groups.tp,
         embed=loader.own_embedding(f"{prefix}.embed_tokens.weight") or embed,
         embed_norm=loader.norm(f"{prefix}.enorm.weight", hidden),
         hidden_norm=loader.norm(f"{prefix}.hnorm.weight", hidden),
         input_proj=loader.whole_linear(f"{prefix}.eh_proj.weight", hidden, 2 * hidden),
-        block=MtpBlock(loader.layer(idx), passes, ledger),
+        block=MtpBlock(loader.layer(idx), passes, groups),
         final_norm=loader.norm(f"{prefix}.shared_head.norm.weight", hidden),
         output=loader.own_head(f"{prefix}.shared_head.head.weight") or head,
     )

@@ -147,13 +147,45 @@ def test_an_exchange_of_one_half_travels_while_the_other_computes(monkeypatch: p
     assert lines[len(TURNS) :] == [*TURNS[4:16], "A: results>", "B: results>"]
 
 
-def test_a_back_end_of_fixed_shape_sends_as_of_routing(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [line for line in TURNS if "tokens" not in line and "counts>" not in line]
-    expected = [line.replace("counts", "tokens") for line in expected]
-    for name in "AB":
-        expected.insert(expected.index(f"{name}: experts"), f"{name}: tokens>")
+EARLY_TURNS = """
+A: attention
+A: >tokens
+B: attention
+B: >tokens
+A: shared
+A: tokens>
+A: experts
+A: >results
+B: tokens>
+B: experts
+B: >results
+B: shared
+A: results>
+A: attention
+A: >tokens
+B: results>
+B: attention
+B: >tokens
+""".strip().splitlines()
+
+
+def test_where_nothing_is_asked_tokens_leave_with_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = run("all_gather", 2, 2, monkeypatch).lines
-    assert lines[: len(expected)] == expected
+    assert lines[: len(EARLY_TURNS)] == EARLY_TURNS
+    assert lines[len(EARLY_TURNS) :] == [*EARLY_TURNS[4:12], "A: results>", "B: results>"]
+
+
+@pytest.mark.parametrize(("attention", "experts"), [(4.0, 4.0), (2.0, 6.0), (6.0, 2.0)])
+def test_what_is_shorter_than_a_part_and_a_shared_expert_is_hidden(
+    attention: float, experts: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs are of whole layers, each half's is half of it; only the first and the last layer show anything."""
+    shared = 1.0
+    longest = (min(attention, experts) + shared) / 2
+    for latency, hidden in ((longest, True), (longest + 0.5, False)):
+        costs = Costs(attention=attention, shared=shared, experts=experts, latency=latency)
+        many, few = (run("all_gather", num_layers, 2, monkeypatch, costs).now for num_layers in (12, 4))
+        assert (many - few == pytest.approx(8 * (attention + shared + experts))) == hidden
 
 
 def test_one_half_runs_its_shared_expert_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
