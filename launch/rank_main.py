@@ -68,15 +68,15 @@ Build = Callable[[RankSpec, RankVitals], Served]
 
 def main(build: Build) -> None:
     """Be the rank that standard input describes; never returns."""
-    _die_with_parent()
+    die_with_parent()
     data = sys.stdin.buffer.read()
     if not data:
         os._exit(EXIT_ORPHANED)
     spec = RankSpec.from_json(data)
-    _exit_if_orphaned(spec.parent_pid)  # it may have ended before the first line of this function
+    exit_if_orphaned(spec.parent_pid)  # it may have ended before the first line of this function
     vitals = RankVitals(spec.vitals_fd, spec.rank)
     vitals.phase("importing libraries")
-    vitals.start(partial(_exit_if_orphaned, spec.parent_pid))
+    vitals.start(partial(exit_if_orphaned, spec.parent_pid))
     results = RingWriter(spec.results_fd, f"results of rank {spec.rank}", ["controller"])
     loop = RankLoop(
         RingReader(spec.plans_fd, spec.rank), results, vitals, is_leader=spec.rank % spec.tp == 0,
@@ -136,13 +136,14 @@ def _groups_of_torch(spec: RankSpec, config: EngineConfig, vitals: RankVitals) -
     return groups
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to kill this process when the thread that started it ends; elsewhere the heartbeat notices."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _exit_if_orphaned(parent_pid: int) -> None:
+def exit_if_orphaned(parent_pid: int) -> None:
+    """End this process if another one has taken it over."""
     if os.getppid() != parent_pid:
         os._exit(EXIT_ORPHANED)
 

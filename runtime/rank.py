@@ -12,6 +12,7 @@ from runtime.device_state import DeviceState
 from runtime.executor import Executor, Publish
 from runtime.loading import LoadedModel, load_model
 from runtime.plan import StepPlan
+from runtime.rank_experts import RankExperts
 from runtime.sizing import Sizes, choose_sizes
 
 
@@ -47,6 +48,7 @@ class Rank:
     ) -> None:
         self._config, self._loaded, self._groups, self._phase = config, loaded, groups, phase
         self._executor: Executor | None = None
+        self.experts = RankExperts(loaded.experts, groups.ep) if loaded.experts is not None else None
 
     @classmethod
     def load(cls, config: EngineConfig, groups: RankGroups, *, phase: Callable[[str], None]) -> Rank:
@@ -62,6 +64,8 @@ class Rank:
         )
 
     def allocate(self, sizes: Sizes) -> None:
+        """Fresh caches and tables; those of an earlier epoch go first, there may be no room for both."""
+        self._executor = None
         self._executor = build_executor(
             self._config, self._loaded, sizes, tp=self._groups.tp, phase=self._phase
         )

@@ -1,0 +1,194 @@
+"""What controller and keepers, and keepers and their ranks, say to each other: small msgpack maps, decoded strictly.
+
+A keeper starts one rank and looks after it (launch/keeper.py). Processes of a rank are told apart by `serial`, which
+its keeper counts; formations of all ranks by `epoch`, which the controller counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+import msgpack  # type: ignore[import-untyped]
+
+KEEPER_FRAME = 1  # the kind of frame (runtime/cluster/line.py) that these messages travel in
+
+Message = TypeVar("Message")
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """keeper -> controller, first: where it stands, as its launcher told it. `facts`: what all must agree on."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    source: str  # of these numbers: torchrun, slurm, ...
+    host: str
+    pid: int
+    facts: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """keeper -> controller: process `serial` of the rank is in no epoch and can join one. `left`: the last it was in.
+
+    Other ranks reach it at `host`:`port`.
+    """
+
+    serial: int
+    left: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnded:
+    """keeper -> controller: exit code as of subprocess: -9 for SIGKILL. `text` adds what the keeper knows, or ""."""
+
+    serial: int
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinFailed:
+    """keeper -> controller: the memory of the epoch was not to be had from the relay of this node."""
+
+    epoch: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaveUp:
+    """keeper -> controller: it can do no more for the job, or was told to end (SIGTERM)."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """controller -> keeper: have process `serial` enter the epoch. Lists are in rank order."""
+
+    epoch: int
+    serial: int
+    hosts: Sequence[str]
+    ports: Sequence[int]
+    nodes: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort:
+    """controller -> keeper: the epoch is over. What has not left it within `leave_s` is killed and replaced."""
+
+    epoch: int
+    leave_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartRelay:
+    """controller -> keeper with local rank 0: end this node's relay, if it is still this one, and start another."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping:
+    """Either way; answered by nothing. A line over which nothing comes is dead or its other end stands still."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """controller -> keeper: the job is over; end everything and exit with `code`, saying `text` unless it is ""."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStanding:
+    """rank -> keeper: in no epoch; the last was `left` (0: none yet). Its exchanges are met at `port`."""
+
+    left: int
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLoaded:
+    """rank -> keeper: it has its weights, so that others may use the processor and the disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankJoin:
+    """keeper -> rank, with descriptors: plans, results, vitals, then one for each name in `segments`."""
+
+    epoch: int
+    hosts: Sequence[str]
+    ports: Sequence[int]
+    nodes: Sequence[int]
+    plans_index: int  # which reader of the plan ring this rank is
+    vitals_index: int
+    segments: Sequence[str]  # groups with peers on this node
+    slot_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAbort:
+    """keeper -> rank: leave the epoch at once, and keep the weights."""
+
+    epoch: int
+
+
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Hello, Standing, RankEnded, JoinFailed, GaveUp, Join, Abort, RestartRelay, Ping, End, RankStanding, RankLoaded,
+        RankJoin, RankAbort,
+    )
+}
+_CHECKS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "float": (int, float)}
+_ITEMS: dict[str, type] = {"Sequence[int]": int, "Sequence[str]": str}
+
+
+def encode(message: object) -> bytes:
+    """One of the messages above as bytes."""
+    packed: bytes = msgpack.packb({"type": type(message).__name__, **asdict(message)})  # type: ignore[call-overload]
+    return packed
+
+
+def decode(data: bytes | memoryview, *kinds: type[Message]) -> Message:
+    """A message of one of `kinds`. Raises ValueError, naming what came, for anything else."""
+    try:
+        values: Any = msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ValueError(f"message of {len(data)} bytes is damaged: {error}") from None
+    name = values.pop("type", None) if isinstance(values, dict) else None
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None or not issubclass(kind, kinds):
+        raise ValueError(f"message of type {name!r}: expected one of {', '.join(k.__name__ for k in kinds)}")
+    types = {f.name: str(f.type) for f in fields(kind)}
+    if set(values) != set(types):
+        raise ValueError(f"{name} with {sorted(values)}: expected {sorted(types)}")
+    for field, value in values.items():
+        if not _fits(types[field], value):
+            raise ValueError(f"{name}.{field} = {value!r}: expected {types[field]}")
+    message: Message = kind(**values)
+    return message
+
+
+def _fits(type_name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    if type_name in _CHECKS:
+        return isinstance(value, _CHECKS[type_name])
+    if type_name in _ITEMS:
+        item = _ITEMS[type_name]
+        return isinstance(value, list) and all(isinstance(v, item) and not isinstance(v, bool) for v in value)
+    assert type_name == "Mapping[str, str]", type_name
+    return isinstance(value, dict) and all(isinstance(v, str) for pair in value.items() for v in pair)
