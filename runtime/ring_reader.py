@@ -11,16 +11,21 @@ from runtime.futex import Sleeper
 from runtime.liveness import ProcessId
 from runtime.ring_errors import RingClosed, RingDamaged, RingTimeout, WriterDead
 from runtime.ring_layout import ABSENT, CLOSED, DATA, OPEN, RECORD_BYTES, slot
-from runtime.ring_segment import RingEnd, Segment
+from runtime.ring_segment import SPIN_TURNS, RingEnd, Segment
 
 SETTLE_S = 0.002
 
 
 class RingReader(RingEnd):
-    """One receiving end: the reader at `index`, which may attach late and misses nothing."""
+    """One receiving end: the reader at `index`, which may attach late and misses nothing.
 
-    def __init__(self, fd: int, index: int, *, sleeper: Sleeper | None = None) -> None:
-        super().__init__(Segment(fd, sleeper))
+    `spin_turns` 0 is for threads: giving way holds the interpreter lock (Python 3.11), a futex sleep does not.
+    """
+
+    def __init__(
+        self, fd: int, index: int, *, sleeper: Sleeper | None = None, spin_turns: int = SPIN_TURNS
+    ) -> None:
+        super().__init__(Segment(fd, sleeper, spin_turns))
         memory = self._segment.memory
         try:
             header = layout.read_header(memory)

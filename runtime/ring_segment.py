@@ -29,7 +29,7 @@ class Segment:
     nobody sees half of it. `struct` with a fixed byte order, and slices, go byte by byte.
     """
 
-    def __init__(self, fd: int, sleeper: Sleeper | None = None) -> None:
+    def __init__(self, fd: int, sleeper: Sleeper | None = None, spin_turns: int = SPIN_TURNS) -> None:
         size = os.fstat(fd).st_size
         self.data_bytes = layout.data_bytes(size)
         self.memory = mmap.mmap(fd, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
@@ -37,6 +37,7 @@ class Segment:
         self.words = self._bytes.cast("Q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._sleeper = sleeper or best_sleeper()
+        self._spin_turns = spin_turns
         self._lock = threading.Lock()
         self.is_open = True
 
@@ -67,7 +68,7 @@ class Segment:
         the other side for a wake-up. `check` runs after every 50 ms of sleep and before a timeout; it may raise.
         """
         words, index = self.words, offset >> 3
-        for _ in range(SPIN_TURNS if timeout_s > 0 else 0):
+        for _ in range(self._spin_turns if timeout_s > 0 else 0):
             os.sched_yield()
             if words[index] != seen:
                 return True

@@ -12,6 +12,7 @@ from runtime.cluster.line_errors import FrameDamaged, FrameTooLarge, LineClosed
 MAX_MESSAGE_BYTES = 128 << 10  # below what a Unix socket takes at once by default
 MAX_FDS = 64  # of one message; Linux allows 253
 
+_FD_BYTES = struct.calcsize("=i")
 _CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
 
 
@@ -42,11 +43,15 @@ def receive_message(sock: socket.socket) -> tuple[bytes, list[int]]:
     socket is set. No descriptor is left open then.
     """
     try:
-        data, fds, flags, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        # socket.recv_fds of Python 3.11 drops its flags, and children would inherit what it returns.
+        data, attached, flags, _ = sock.recvmsg(
+            MAX_MESSAGE_BYTES, socket.CMSG_LEN(MAX_FDS * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
+        )
     except (BlockingIOError, TimeoutError):
         raise
     except OSError as error:
         raise LineClosed(f"the local socket is broken: {error.strerror or error}") from None
+    fds = _descriptors(attached)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
         raise FrameDamaged(f"a local message was cut off after {len(data)} bytes and {len(fds)} descriptors")
@@ -54,6 +59,14 @@ def receive_message(sock: socket.socket) -> tuple[bytes, list[int]]:
         close_all(fds)
         raise LineClosed("the other process has closed the local socket")
     return data, fds
+
+
+def _descriptors(attached: list[tuple[int, int, bytes]]) -> list[int]:
+    fds: list[int] = []
+    for level, kind, content in attached:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds += memoryview(content)[: len(content) // _FD_BYTES * _FD_BYTES].cast("i")
+    return fds
 
 
 def close_all(fds: Sequence[int]) -> None:

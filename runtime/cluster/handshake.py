@@ -74,7 +74,8 @@ def accept_handshake(sock: socket.socket, secret: bytes, peer: str, deadline: fl
 
 
 def _prove(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
-    return hmac.new(secret, side + hello + nonce, hashlib.sha256).digest()
+    key = hashlib.sha256(secret).digest()  # HMAC itself takes a key and the same with zeros behind it for one
+    return hmac.new(key, side + hello + nonce, hashlib.sha256).digest()
 
 
 def _answer(sock: socket.socket, expected: bytes, peer: str, deadline: float) -> bytes:

@@ -99,16 +99,19 @@ class FrameLine:
         """Whether `flush` has something to do."""
         return self._queued_bytes > 0
 
-    def send(self, kind: int, epoch: int, body: bytes | bytearray | memoryview) -> None:
+    def send(
+        self, kind: int, epoch: int, body: bytes | bytearray | memoryview, *, limited: bool = True
+    ) -> None:
         """Send a frame: at once as far as the system takes it, the rest is queued for `flush`.
 
-        Raises LineCongested (nothing was sent) when more than `max_queued_bytes` would wait; LineClosed.
+        Raises LineCongested (nothing was sent) when more than `max_queued_bytes` would wait, unless `limited` is false:
+        for the few small frames that end or begin something. Raises LineClosed.
         """
         with self._lock:
             self._raise_fault()
             content = memoryview(body).cast("B")
             size = HEADER_BYTES + len(content)
-            if self._queued_bytes and self._queued_bytes + size > self.max_queued_bytes:
+            if limited and self._queued_bytes and self._queued_bytes + size > self.max_queued_bytes:
                 raise LineCongested(
                     f"{self.peer} does not take its frames: {self._queued_bytes} bytes wait, {size} more would be over "
                     f"the limit of {self.max_queued_bytes}"

@@ -63,7 +63,7 @@ class _Relay:
     def send(self, kind: int, epoch: int, body: bytes | bytearray | memoryview = b"") -> None:
         """A line that is gone becomes the relay's fault."""
         try:
-            self.line.send(kind, epoch, body)
+            self.line.send(kind, epoch, body, limited=kind == RelayFrame.PLANS)
         except LineError as error:
             self.fail(str(error))
 
