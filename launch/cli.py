@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from launch import launch_commands
+
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -33,6 +35,7 @@ bench = typer.Typer(
     help="Measure planning, decoding, and what speculation rests on.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(bench, name="bench")
+launch_commands.register(app)
 
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file; the built-in demo if left out.")]
 Overrides = Annotated[
@@ -48,6 +51,10 @@ Split = Annotated[
 PromptsFile = Annotated[
     str | None,
     typer.Option("--prompts", metavar="FILE.jsonl", help="One object a line: prompt, id, sampling fields; - is stdin."),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE.json", help="Write what every rank and half does in each step (Perfetto)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output and nothing else.")]
 
@@ -89,6 +96,10 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same ids for any batch and any number of drafts.")] = None,
     ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos/--no-ignore-eos")] = None,
     json: Json = False,
+    trace: Trace = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="Start failed ranks again, so many times in ten minutes; never if left out.")
+    ] = None,
 ) -> int:
     """Continue prompts. A flag overrides a prompt's row, a row the configuration, that the model's own defaults.
 
@@ -105,9 +116,13 @@ def generate(
             prompts=prompt or [],
             prompts_file=prompts,
             config=config,
-            overrides=[*_overrides(overrides, draft_tokens), *_layout_overrides(tp, dp, split)],
+            overrides=[
+                *_overrides(overrides, draft_tokens), *_layout_overrides(tp, dp, split),
+                *([] if max_restarts is None else [f"cluster.max_restarts={max_restarts}"]),
+            ],
             flags={name: value for name, value in flags.items() if value is not None},
             json=json,
+            trace=trace,
         )
     )
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 if TYPE_CHECKING:
     from runtime.config import EngineConfig
+    from runtime.recovery import RestartLimits
 
 BUILT_IN = Path(__file__).resolve().parent.parent / "configs" / "demo.toml"
 _SET = re.compile(r"([A-Za-z_][\w-]*)\.([A-Za-z_][\w-]*)\s*=(.*)", re.DOTALL)
@@ -104,6 +105,14 @@ class ClusterSection(_Section):
     restart_window_s: float = Field(default=600.0, gt=0)
     spare: bool = True
     may_differ: tuple[str, ...] = Field(default=(), strict=False)
+
+    def local_restarts(self) -> RestartLimits | None:
+        """For the ranks of one machine, which are only started again where `max_restarts` is given."""
+        from runtime.recovery import RestartLimits
+
+        if "max_restarts" not in self.model_fields_set:
+            return None
+        return RestartLimits(max_restarts=self.max_restarts, window_s=self.restart_window_s)
 
 
 class LaunchConfig(_Section):

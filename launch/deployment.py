@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from launch.rank_main import RankSpec
@@ -23,6 +24,7 @@ from runtime.models.shards import check_layout
 from runtime.rank import settle
 from runtime.rank_channel import RankChannel
 from runtime.rank_watch import Patience, RankWatch, rank_names
+from runtime.recovery import CannotRecover, RestartLimits
 from runtime.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from runtime.ring import RingWriter, create_segment
 from runtime.sizing import Sizes, choose_sizes
@@ -32,10 +34,15 @@ RANK_MODULE = "launch.rank_main"
 MAX_PLAN_BYTES = 1 << 28
 
 
-def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience | None = None) -> Deployment:
+def start(
+    config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience | None = None,
+    restarts: RestartLimits | None = None,
+) -> Deployment:
     """Start `config.layout.ep` rank processes, wait until all have loaded, and have them allocate.
 
-    `module`: what each runs, `python -m module`. The calling thread must outlive the ranks: Linux ends them with it.
+    `module`: what each runs, `python -m module`. `restarts`: when a rank fails, all are started again, within these
+    limits; None: they are not. The thread that calls this, or steps the engine, must outlive the ranks: Linux ends them
+    with it.
     Raises ValueError for a layout that does not divide, a device that is not here, and whatever a rank finds wrong with
     the model; RankFailure naming the rank that died. No process is left then.
     """
@@ -44,18 +51,45 @@ def start(config: EngineConfig, *, module: str = RANK_MODULE, patience: Patience
     check_device(config.device)  # ranks would only find that they cannot meet
     local_device(config.device, 0, config.layout.ep)
     facts = read_facts(config)
-    sizes = choose_sizes(config, facts)
-    channel = _spawn(config, model, sizes, module, patience or Patience())
+    bring_up = partial(_bring_up, config, model, module, patience or Patience())
+    up = bring_up(choose_sizes(config, facts))
+
+    def recover() -> RankChannel:
+        again = bring_up(up.sizes)
+        if again.sizes != up.sizes:
+            again.channel.kill()
+            raise CannotRecover(
+                f"the ranks that were started again hold {again.sizes.num_pages} KV pages, the first ones held "
+                f"{up.sizes.num_pages}"
+            )
+        return again.channel
+
+    return Deployment(
+        facts=facts, sizes=up.sizes, channel=up.channel, bytes_read=up.bytes_read,
+        recover=recover if restarts is not None else None, restarts=restarts or RestartLimits(max_restarts=0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Up:
+    """Ranks that have allocated."""
+
+    channel: RankChannel
+    sizes: Sizes
+    bytes_read: tuple[int, ...]
+
+
+def _bring_up(config: EngineConfig, model: ModelConfig, module: str, patience: Patience, most: Sizes) -> _Up:
+    """Start all ranks and wait for them; they get as many pages as all of them can hold, and `most` at most."""
+    channel = _spawn(config, model, most, module, patience)
     try:
         ranks = channel.wait_ready()
-        num_pages = settle(ranks)
-        sizes = Sizes(max_model_len=sizes.max_model_len, num_pages=min(sizes.num_pages, num_pages))
+        sizes = Sizes(max_model_len=most.max_model_len, num_pages=min(most.num_pages, settle(ranks)))
         channel.start(sizes)
     except BaseException:
         channel.kill()
         raise
-    bytes_read = tuple(rank["bytes_read"] for rank in ranks)
-    return Deployment(facts=facts, sizes=sizes, channel=channel, bytes_read=bytes_read)
+    return _Up(channel=channel, sizes=sizes, bytes_read=tuple(rank["bytes_read"] for rank in ranks))
 
 
 def _spawn(
@@ -72,7 +106,7 @@ def _spawn(
         vitals_fd = os.memfd_create("lockstep-vitals", os.MFD_CLOEXEC)
         stack.callback(os.close, vitals_fd)
         os.ftruncate(vitals_fd, page_size(len(names)))
-        results_fds = [_segment(stack, f"results-{rank}", _result_bytes(config)) for rank in range(len(names))]
+        results_fds = [_segment(stack, f"results-{rank}", result_bytes(config)) for rank in range(len(names))]
         groups = _group_segments(stack, config, model)
         plans = RingWriter(plans_fd, "plans", [f"rank {rank}" for rank in range(len(names))])
         try:
@@ -190,7 +224,7 @@ def plan_bytes(config: EngineConfig, sizes: Sizes, vocab_size: int) -> int:
     return min((1 << 20) + num_new * per_request, MAX_PLAN_BYTES)
 
 
-def _result_bytes(config: EngineConfig) -> int:
+def result_bytes(config: EngineConfig) -> int:
     """Room for a few results of full batches with all logprobs."""
     per_token = 4 + 4 + 8 * MAX_LOGPROBS
     return (1 << 16) + 3 * config.max_num_seqs * (8 + (1 + min(config.k, MAX_DRAFT_TOKENS)) * per_token)

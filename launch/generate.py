@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from launch.config import LaunchConfig, load_config
 from launch.outcome import Outcome, summarise
-from launch.printers import JsonPrinter, Printer, Progress, TextPrinter, complain
+from launch.printers import JsonPrinter, Printer, Progress, TextPrinter, complain, report_recovery
 from launch.prompts import PromptRow, merge_sampling, model_sampling, read_prompts
 from runtime.request import FinishReason, GenerateRequest, TokenChunk
 from runtime.serve.tokenizer import encode_prompt, load_tokenizer
@@ -20,6 +20,7 @@ from runtime.serve.tokenizer import encode_prompt, load_tokenizer
 if TYPE_CHECKING:
     from runtime.config import EngineConfig
     from runtime.engine import Engine
+    from runtime.recovery import RestartLimits
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 
@@ -56,7 +57,7 @@ def run(options: GenerateOptions, make: Callable[[EngineConfig], EngineLike] | N
     engine_config = config.engine_config()
     outcomes, requests = prepare(options, config)
     start = time.perf_counter()
-    engine = (make or make_engine)(engine_config)
+    engine = make(engine_config) if make is not None else make_engine(engine_config, config.cluster.local_restarts())
     try:
         load_s = time.perf_counter() - start
         with traced(engine, options.trace):
@@ -92,15 +93,18 @@ def prepare(options: GenerateOptions, config: LaunchConfig) -> tuple[list[Outcom
     return outcomes, _requests(outcomes, options.flags, config)
 
 
-def make_engine(config: EngineConfig) -> Engine:
-    """The engine of this process, with as many rank processes as the layout has ranks; one rank needs none."""
+def make_engine(config: EngineConfig, restarts: RestartLimits | None = None) -> Engine:
+    """The engine of this process, with as many rank processes as the layout has ranks; one rank needs none.
+
+    `restarts`: how often rank processes that failed are started again; None: never.
+    """
     from runtime.engine import Engine
 
     if config.layout.ep == 1:
         return Engine(config)
     from launch.deployment import start
 
-    return Engine(config, deployment=start(config))
+    return Engine(config, deployment=start(config, restarts=restarts), on_event=report_recovery)
 
 
 def _rows(options: GenerateOptions, config: LaunchConfig) -> list[PromptRow]:

@@ -6,10 +6,13 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from launch.outcome import Outcome
 from runtime.request import TokenChunk
+
+if TYPE_CHECKING:
+    from runtime.recovery import RecoveryEvent
 
 REFRESH_S = 0.1
 _CONTROLS = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
@@ -140,6 +143,16 @@ def show_figures(
 def complain(message: str) -> None:
     """One line on standard error, whatever the message holds."""
     sys.stderr.write(f"lockstep: error: {' '.join(message.split())}\n")
+
+
+def report_recovery(event: RecoveryEvent) -> None:
+    """One line on standard error for ranks lost or replaced; when they are given up, every request says so."""
+    lines = {
+        "lost": f"{event.message}; starting again (restart {event.num_restarts})",
+        "recovered": f"{event.message} after {event.elapsed_s:.1f} s",
+    }
+    if event.stage in lines:
+        sys.stderr.write(f"lockstep: warning: {' '.join(lines[event.stage].split())}\n")
 
 
 def _excerpt(prompt: str) -> str:
