@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from parallel.layout import Layout
-from runtime.channel import RankFailure
 from runtime.cluster.acceptor import Acceptor, Arrival
 from runtime.cluster.cluster_watch import ClusterWatch
 from runtime.cluster.keeper_lines import KeeperLines
@@ -38,6 +37,7 @@ from runtime.cluster.relay_hub import RelayHub
 from runtime.cluster.relay_messages import EpochMemory, RelayHello
 from runtime.rank_channel import RankChannel
 from runtime.rank_watch import Patience, rank_names
+from runtime.recovery import CannotRecover
 from runtime.sizing import Sizes
 
 EXIT_OK, EXIT_PEER_LOST, EXIT_ENGINE, EXIT_CONFIG = 0, 69, 70, 78  # those that keepers are told: launch/exit_codes.py
@@ -74,8 +74,8 @@ class LaunchRules(Protocol):
         """Refuse what cannot be one launch, whoever is still to come."""
         ...
 
-    def check_all(self, hellos: Sequence[Hello]) -> None:
-        """Refuse all but a whole launch of the same configuration, model and versions."""
+    def compare(self, hellos: Sequence[Hello]) -> None:
+        """Refuse other versions, configurations or model files than those of the others and of this process."""
         ...
 
 
@@ -87,6 +87,10 @@ class ClusterChannel(RankChannel):
     """The channel of one epoch; closing it ends the whole deployment."""
 
     cluster: Cluster
+
+    def let_go(self) -> None:
+        """End this epoch here; ranks stay."""
+        super().kill()
 
     def close(self) -> None:
         failure = self._failure
@@ -127,6 +131,11 @@ class Cluster:
         """The last epoch that was formed, 0 before the first."""
         return self._epoch
 
+    @property
+    def sizes(self) -> Sizes | None:
+        """What every rank allocates, once the first epoch was formed."""
+        return self._sizes
+
     def gather(self) -> None:
         """Wait for the keepers of all ranks. Raises LaunchRefused when they are no launch, or not all in time."""
         begin = time.monotonic()
@@ -142,7 +151,7 @@ class Cluster:
                 gather_s = self._limits.gather_s
                 if first is None and gather_s is not None and now - begin > gather_s:
                     raise LaunchRefused(self._absent(f"within {gather_s:g} s"))
-            self._rules.check_all(self._membership.hellos())
+            self._rules.compare(self._membership.hellos())
         except ValueError as error:
             self.close(EXIT_CONFIG, str(error))
             raise
@@ -169,19 +178,15 @@ class Cluster:
     def recover(self) -> RankChannel:
         """Another epoch of the same sizes, once the channel of the last one has raised RankFailure.
 
-        Raises RankFailure when none could be formed within `reform_s`.
+        Raises CannotRecover when not all ranks are there within `reform_s`; RankFailure when one fails again, ValueError
+        when a rank finds a mistake of the user's: both may be tried again.
         """
         deadline = time.monotonic() + self._limits.reform_s
-        self._call_off()
         while True:
+            self._call_off()
             try:
                 return self._form(self._same_sizes, deadline)
-            except ValueError as error:  # a file that was there at the first start, most likely
-                raise RankFailure(str(error)) from None
-            except (RankFailure, LineError) as failure:
-                if time.monotonic() >= deadline:
-                    raise RankFailure(str(failure)) from None
-                self._call_off()
+            except LineError:  # a relay that is not up, or stands still: it is replaced
                 self._wait(RETRY_S)
 
     def close(self, code: int = EXIT_OK, text: str = "") -> None:
@@ -227,14 +232,18 @@ class Cluster:
             step_timeout_s=self._limits.patience.step_s,
         )
         channel.cluster = self
-        channel.start(sizes_of(channel.wait_ready()))
+        try:
+            channel.start(sizes_of(channel.wait_ready()))
+        except BaseException:
+            channel.let_go()
+            raise
         return channel
 
     def _wait_for_all(self, deadline: float) -> None:
         """Until every rank has a free process and every node a relay."""
         while missing := self._missing():
             if time.monotonic() >= deadline:
-                raise RankFailure(f"not all ranks came within {self._limits.reform_s:g} s: {missing}")
+                raise CannotRecover(f"not all ranks are there within {self._limits.reform_s:g} s: {missing}")
             self.poll(POLL_S)
             fault = self._hub.fault()
             if fault is not None:  # one that was there before has ended meanwhile
@@ -271,7 +280,7 @@ class Cluster:
         assert self._sizes is not None, "the first epoch was not formed"
         for rank, fact in enumerate(facts):
             if fact["num_pages"] < self._sizes.num_pages:
-                raise RankFailure(
+                raise CannotRecover(
                     f"rank {rank} holds {fact['num_pages']} KV pages, but the deployment has {self._sizes.num_pages}"
                 )
         return self._sizes
@@ -320,7 +329,7 @@ class Cluster:
         others = [other for other in self._membership.hellos() if self._membership.is_here(other.rank)]
         self._rules.check_some([*others, hello])
         if self._epoch:
-            self._rules.check_all([*(other for other in others if other.rank != hello.rank), hello])
+            self._rules.compare([*others, hello])
         self._membership.hello(hello)
 
     def _take(self, rank: int, message: Standing | RankEnded | JoinFailed | GaveUp | Ping) -> None:

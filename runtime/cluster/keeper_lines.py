@@ -27,7 +27,7 @@ FromKeeper = Standing | RankEnded | JoinFailed | GaveUp | Ping
 ToKeeper = Join | Abort | RestartRelay | Ping | End
 PING_S = 1.0
 DUE_S = 0.01
-DISMISS_S = 1.0
+DISMISS_S = 3.0
 
 
 class KeeperLines:
@@ -38,6 +38,7 @@ class KeeperLines:
         self._lines: dict[int, FrameLine] = {}
         self._heard: dict[int, float] = {}
         self._lost: list[tuple[int, str]] = []
+        self._leaving: list[tuple[FrameLine, float]] = []  # dismissed: they close first, until then
         self._polled = 0.0
         self._pinged = 0.0
 
@@ -84,6 +85,7 @@ class KeeperLines:
 
     def receive(self) -> Iterator[tuple[int, FromKeeper]]:
         """What has come, by rank; never waits."""
+        self._see_off()
         for rank, line in list(self._lines.items()):
             try:
                 line.flush()
@@ -112,32 +114,39 @@ class KeeperLines:
         return lost
 
     def dismiss(self, line: FrameLine, end: End) -> None:
-        """Tell a keeper that does not belong here, and close."""
+        """Tell a keeper that does not belong here; it closes the line, or we do some time later."""
         with suppress(LineError):
             line.send(KEEPER_FRAME, 0, encode(end))
-            _flush([line], DISMISS_S)
-        line.close()
+        self._leaving.append((line, time.monotonic() + DISMISS_S))
 
     def end_all(self, end: End, timeout_s: float) -> None:
         """Tell all, wait until they have closed their lines, `timeout_s` at most, and close."""
         for rank in list(self._lines):
             self.tell(rank, end)
         until = time.monotonic() + timeout_s
-        while self._lines and time.monotonic() < until:
+        while (self._lines or self._leaving) and time.monotonic() < until:
             self.wait((), 0.05)
             for _ in self.receive():
                 pass  # they say farewell, then close
         for rank in list(self._lines):
             self.drop(rank)
-        self._lost = []
+        for line, _ in self._leaving:
+            line.close()
+        self._lost, self._leaving = [], []
+
+    def _see_off(self) -> None:
+        """Let go of the lines of those who were dismissed once they have closed them: closing first could lose words."""
+        for line, until in list(self._leaving):
+            try:
+                line.flush()
+                line.receive()
+                if time.monotonic() < until:
+                    continue
+            except LineError:
+                pass
+            self._leaving.remove((line, until))
+            line.close()
 
     def _lose(self, rank: int, why: Exception) -> None:
         self.drop(rank)
         self._lost.append((rank, str(why)))
-
-
-def _flush(lines: Sequence[FrameLine], timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    for line in lines:
-        while not line.flush() and time.monotonic() < until:
-            select.select([], [line], [], 0.1)
