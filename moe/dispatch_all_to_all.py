@@ -10,7 +10,7 @@ from torch import Tensor
 from moe.dispatch_message import pack, unpack
 from moe.dispatch_protocol import Dispatched, DispatchHandle
 from moe.router import Routing
-from parallel.group import Group, Pending
+from parallel.group import Group, Pending, PendingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class _Route:
 
 
 @dataclass(frozen=True, slots=True)
-class _Announced:
+class _Packed:
     route: _Route
     message: Tensor  # [num_sent, hidden_size + 2 * top_k]
-    receive: Pending  # of [size] int64, rows from each rank
+    most: int  # rows that any rank may send to another
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sent:
     route: _Route
-    receive: list[int]  # [size]
-    message: Pending  # of [num_received, hidden_size + 2 * top_k]
+    message: PendingRows  # of [num_received, hidden_size + 2 * top_k]
+    receive: list[int] | None = None  # [size] rows from each rank, once they are here
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,10 @@ class _Returning:
 
 
 class AllToAllDispatcher:
-    """Sends nothing that is not needed; row counts travel first, and the host waits for them.
+    """Sends nothing that is not needed; how many rows come from where is learnt from the messages themselves.
 
     `group` holds `group.size * num_local_experts` experts, rank r those from `r * num_local_experts` on.
     """
-
-    asks_first = True
 
     def __init__(self, group: Group, num_local_experts: int) -> None:
         self._group, self._num_local_experts = group, num_local_experts
@@ -57,28 +55,28 @@ class AllToAllDispatcher:
     def announce(self, hidden: Tensor, routing: Routing, capacity: int | None = None) -> DispatchHandle:
         num_tokens, top_k = routing.expert_ids.shape
         wanted = self._wanted(routing.expert_ids)
-        counts = wanted.sum(1)  # [size] int64
-        receive = self._group.all_to_all(counts)
         token_idx = wanted.nonzero()[:, 1]
         message = pack(hidden, routing).index_select(0, token_idx)
-        return DispatchHandle(_Announced(_Route(token_idx, counts.tolist(), num_tokens, top_k), message, receive))
+        route = _Route(token_idx, wanted.sum(1).tolist(), num_tokens, top_k)
+        return DispatchHandle(_Packed(route, message, num_tokens if capacity is None else capacity))
 
     def dispatch_send(self, handle: DispatchHandle) -> DispatchHandle:
-        announced = handle.payload
-        assert isinstance(announced, _Announced)
-        route, receive = announced.route, announced.receive.wait().tolist()
-        message = self._group.all_to_all_uneven(announced.message, route.send, receive)
-        return DispatchHandle(_Sent(route, receive, message))
+        packed = handle.payload
+        assert isinstance(packed, _Packed)
+        message = self._group.all_to_all_sized(packed.message, packed.route.send, packed.most)
+        return DispatchHandle(_Sent(packed.route, message))
 
     def dispatch_recv(self, handle: DispatchHandle) -> Dispatched:
         sent = handle.payload
         assert isinstance(sent, _Sent)
+        message, sent.receive = sent.message.wait()
         first_expert = self._group.rank * self._num_local_experts
-        return unpack(sent.message.wait(), sent.route.top_k, first_expert, self._num_local_experts)
+        return unpack(message, sent.route.top_k, first_expert, self._num_local_experts)
 
     def combine_send(self, expert_output: Tensor, handle: DispatchHandle) -> DispatchHandle:
         sent = handle.payload
         assert isinstance(sent, _Sent)
+        assert sent.receive is not None, "dispatch_recv comes first"
         output = self._group.all_to_all_uneven(expert_output, sent.receive, sent.route.send)
         return DispatchHandle(_Returning(sent.route, output))
 

@@ -14,6 +14,13 @@ from parallel.tokens import pad_to
 
 
 @dataclass(frozen=True, slots=True)
+class _Packed:
+    message: Tensor  # [capacity, hidden_size + 2 * top_k]
+    num_tokens: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Gathering:
     message: Pending  # of [size * capacity, hidden_size + 2 * top_k]
     num_tokens: int
@@ -32,8 +39,6 @@ class AllGatherDispatcher:
     `group` holds `group.size * num_local_experts` experts, rank r those from `r * num_local_experts` on.
     """
 
-    asks_first = False
-
     def __init__(self, group: Group, num_local_experts: int) -> None:
         self._group, self._num_local_experts = group, num_local_experts
 
@@ -41,12 +46,13 @@ class AllGatherDispatcher:
         num_tokens, top_k = routing.expert_ids.shape
         capacity = num_tokens if capacity is None else capacity
         assert capacity >= num_tokens, (capacity, num_tokens)
-        # With nothing to ask for, the tokens themselves leave here: one stage more to hide them behind.
-        message = self._group.all_gather(pad_to(pack(hidden, routing), capacity))
-        return DispatchHandle(_Gathering(message, num_tokens, top_k))
+        return DispatchHandle(_Packed(pad_to(pack(hidden, routing), capacity), num_tokens, top_k))
 
     def dispatch_send(self, handle: DispatchHandle) -> DispatchHandle:
-        return handle
+        packed = handle.payload
+        assert isinstance(packed, _Packed)
+        message = self._group.all_gather(packed.message)
+        return DispatchHandle(_Gathering(message, packed.num_tokens, packed.top_k))
 
     def dispatch_recv(self, handle: DispatchHandle) -> Dispatched:
         sent = handle.payload

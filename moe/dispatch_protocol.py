@@ -31,23 +31,18 @@ class Dispatcher(Protocol):
     For one layer and half the order is announce, dispatch_send, dispatch_recv, combine_send, combine_recv; each call
     takes the handle of the one before. Every rank of the expert group makes every call, with zero tokens too, and
     the collectives behind a call are the same whatever the data.
-
-    `asks_first`: tokens leave in dispatch_send, once it is known how many come from where; else with announce.
     """
 
-    @property
-    def asks_first(self) -> bool: ...
-
     def announce(self, hidden: Tensor, routing: Routing, capacity: int | None = None) -> DispatchHandle:
-        """Starts what can start once the routing is known, and returns at once.
+        """Works out what goes where, once the routing is known.
 
         hidden: [num_tokens, hidden_size] of this rank, unchanged until dispatch_recv. routing: global expert ids, the
-        number of experts standing for none. capacity: rows that back ends of fixed shape pad to, equal on all ranks
-        and at least num_tokens; None when all ranks have the same number of tokens.
+        number of experts standing for none. capacity: the most tokens that any rank has, equal on all ranks; None when
+        all have the same number of tokens.
         """
 
     def dispatch_send(self, handle: DispatchHandle) -> DispatchHandle:
-        """Has the tokens under way when it returns. May wait for what the other ranks announced, on the host."""
+        """Has the tokens under way when it returns, and waits for nobody."""
 
     def dispatch_recv(self, handle: DispatchHandle) -> Dispatched:
         """Waits for the tokens routed to this rank. The handle stays good for combine_send."""

@@ -30,8 +30,6 @@ DispatchKind = Literal["auto", "all_gather", "all_to_all"]
 class LocalDispatcher:
     """All experts live here: nothing moves. The reference for every other back end."""
 
-    asks_first = False
-
     def announce(self, hidden: Tensor, routing: Routing, capacity: int | None = None) -> DispatchHandle:
         return DispatchHandle(Dispatched(hidden, routing))
 

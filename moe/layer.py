@@ -36,10 +36,9 @@ class MoeLayer:
     ) -> None:
         self._router, self._dispatcher, self._experts, self._shared = router, dispatcher, experts, shared
         self._replicas = replicas
-        self.asks_first = dispatcher.asks_first
 
     def route(self, hidden: Tensor, dummy: Tensor | None = None, capacity: int | None = None) -> MoeState:
-        """Chooses experts and lets the other ranks know.
+        """Chooses experts, and works out what goes to which rank.
 
         hidden: [num_tokens, hidden_size] after the norm; dummy: [num_tokens] bool, tokens for no expert; capacity: as
         in `Dispatcher.announce`.

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Result = TypeVar("Result", covariant=True)
 
-class Pending(Protocol):
+
+class Waiting(Protocol[Result]):
     """An operation under way."""
 
-    def wait(self) -> Tensor: ...
+    def wait(self) -> Result: ...
+
+
+Pending = Waiting[Tensor]
+PendingRows = Waiting[tuple[Tensor, list[int]]]
+"""An exchange whose sizes come with it: [n, ...] in rank order, and how many of the n rows came from each rank."""
 
 
 class Group(Protocol):
@@ -44,6 +51,14 @@ class Group(Protocol):
         """[sum(send), ...] -> [sum(receive), ...]: send[j] rows for rank j, receive[i] rows from rank i, in order."""
         ...
 
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        """[sum(send), ...] -> the rows for this rank: send[j] rows for rank j, which learns of their number with them.
+
+        No rank sends more than `most` rows to another, a number that all ranks agree on. One exchange, where asking
+        for the numbers first takes two; a back end may send `most` rows all the same.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -53,6 +68,17 @@ class Ready:
 
     def wait(self) -> Tensor:
         return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRows:
+    """Rows that nobody has to wait for."""
+
+    rows: Tensor
+    counts: list[int]
+
+    def wait(self) -> tuple[Tensor, list[int]]:
+        return self.rows, self.counts
 
 
 class SoloGroup:
@@ -74,6 +100,9 @@ class SoloGroup:
 
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         return Ready(x)
+
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        return ReadyRows(x, list(send))
 
 
 class ProcessGroup:
@@ -105,6 +134,35 @@ class ProcessGroup:
             out, x.contiguous(), list(receive), list(send), group=self._group, async_op=True
         )
         return _Work(work, out)
+
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        # The library must know sizes beforehand: padding costs bytes, asking a second way through the network.
+        assert x.shape[0] == sum(send), (x.shape, send)
+        assert max(send) <= most < 1 << 24, (send, most)  # counts travel as values of x
+        blocks = x.new_zeros((self.size, 1 + most, *x.shape[1:]))
+        blocks.view(self.size, -1)[:, 0] = torch.tensor(send, dtype=x.dtype, device=x.device)
+        for block, rows in zip(blocks, torch.split(x, list(send)), strict=True):
+            block[1 : 1 + len(rows)] = rows
+        return _Padded(self.all_to_all(blocks.flatten(0, 1)), self.size)
+
+
+class _Padded:
+    """Blocks of `1 + most` rows: how many of them count, and the rows."""
+
+    __slots__ = ("_pending", "_result", "_size")
+
+    def __init__(self, pending: Pending, size: int) -> None:
+        self._pending, self._size = pending, size
+        self._result: tuple[Tensor, list[int]] | None = None
+
+    def wait(self) -> tuple[Tensor, list[int]]:
+        if self._result is None:
+            blocks = self._pending.wait()
+            blocks = blocks.view(self._size, blocks.shape[0] // self._size, *blocks.shape[1:])  # [size, 1 + most, ...]
+            counts = [int(count) for count in blocks[:, 0].reshape(self._size, -1)[:, 0].tolist()]
+            rows = [block[1 : 1 + count] for block, count in zip(blocks, counts, strict=True)]
+            self._result = torch.cat(rows), counts
+        return self._result
 
 
 class _Work:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from parallel.group import Group, Pending
+from parallel.group import Group, Pending, PendingRows
 
 Entry = tuple[int, int, str, str, tuple[int, ...]]  # step, half, group, operation, shape
 
@@ -55,6 +55,12 @@ class LedgerGroup:
             (self._ledger.step, self._ledger.half, self.name, "all_to_all_uneven", tuple(x.shape[1:]))
         )
         return self._group.all_to_all_uneven(x, send, receive)
+
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        self._ledger.entries.append(
+            (self._ledger.step, self._ledger.half, self.name, "all_to_all_sized", (most, *x.shape[1:]))
+        )
+        return self._group.all_to_all_sized(x, send, most)
 
     def _note(self, operation: str, x: Tensor) -> None:
         self._ledger.entries.append((self._ledger.step, self._ledger.half, self.name, operation, tuple(x.shape)))

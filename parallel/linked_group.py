@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from parallel.abort import AbortSignal
-from parallel.group import Pending
+from parallel.group import Pending, PendingRows, ReadyRows
 from parallel.shm_group import OPERATIONS, ShmGroup
 from parallel.socket_link import Link
 from parallel.socket_mover import Mover
 
-_GATHER, _SCATTER, _EXCHANGE, _UNEVEN = range(len(OPERATIONS))
+_GATHER, _SCATTER, _EXCHANGE, _UNEVEN, _SIZED = range(len(OPERATIONS))
 
 
 class LinkedGroup:
@@ -85,6 +85,30 @@ class LinkedGroup:
             local = self._local.all_to_all_uneven(own, *there)
         return _Linked(self, call, out, self._placing(local, own, out, receive))
 
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        assert x.shape[0] == sum(send), (x.shape, send)
+        assert max(send) <= most, (send, most)
+        x, call = x.contiguous(), self._count
+        self._count += 1
+        out = x.new_empty((self.size, most, *x.shape[1:]))
+        self._send(call, _SIZED, x, _begins(send), send)
+        row, sizes = _row_bytes(x), {}
+        for peer, link in self._links.items():
+            sizes[peer] = link.expect_most(call, _SIZED, _bytes(out[peer]))
+        own = self._own(x, send)
+        local: PendingRows = ReadyRows(own, [len(own)])
+        if self._local is not None:
+            local = self._local.all_to_all_sized(own, [send[rank] for rank in self._local_ranks], most)
+
+        def gather() -> tuple[Tensor, list[int]]:
+            rows, counts = local.wait()
+            parts = dict(zip(self._local_ranks, torch.split(rows, counts), strict=True))
+            parts |= {peer: out[peer, : size() // row] for peer, size in sizes.items()}
+            in_order = [parts[rank] for rank in range(self.size)]
+            return torch.cat(in_order), [len(part) for part in in_order]
+
+        return _LinkedRows(self, call, gather)
+
     def finish(self, call: int) -> None:
         """Wait until the messages of `call` are in place."""
         waiting = {link.fileno(): link for link in self._links.values() if not link.receive(call)}
@@ -127,14 +151,16 @@ class LinkedGroup:
     ) -> int:
         """Send `send[r]` rows from `begins[r]` on to each r elsewhere, and expect `receive[r]` from it into `out`."""
         call, self._count = self._count, self._count + 1
-        given, taken = _bytes(x), _bytes(out)
-        row = _row_bytes(x)
-        for peer, link in self._links.items():
-            link.send(call, operation, given[begins[peer] * row : (begins[peer] + send[peer]) * row])
-        places = _begins(receive)
+        self._send(call, operation, x, begins, send)
+        places, taken, row = _begins(receive), _bytes(out), _row_bytes(x)
         for peer, link in self._links.items():
             link.expect(call, operation, taken[places[peer] * row : (places[peer] + receive[peer]) * row])
         return call
+
+    def _send(self, call: int, operation: int, x: Tensor, begins: Sequence[int], send: Sequence[int]) -> None:
+        given, row = _bytes(x), _row_bytes(x)
+        for peer, link in self._links.items():
+            link.send(call, operation, given[begins[peer] * row : (begins[peer] + send[peer]) * row])
 
     def _own(self, x: Tensor, send: Sequence[int]) -> Tensor:
         """The rows for the ranks of this host, in their order."""
@@ -170,6 +196,20 @@ class _Linked:
             self._group.finish(self._call)
             self._out, self._group = self._finish(), None
         return self._out
+
+
+class _LinkedRows:
+    __slots__ = ("_call", "_gather", "_group", "_result")
+
+    def __init__(self, group: LinkedGroup, call: int, gather: Callable[[], tuple[Tensor, list[int]]]) -> None:
+        self._group, self._call, self._gather = group, call, gather
+        self._result: tuple[Tensor, list[int]] | None = None
+
+    def wait(self) -> tuple[Tensor, list[int]]:
+        if self._result is None:
+            self._group.finish(self._call)
+            self._result = self._gather()
+        return self._result
 
 
 def _begins(counts: Sequence[int]) -> list[int]:

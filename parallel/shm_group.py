@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from parallel.abort import AbortSignal
-from parallel.group import Pending
+from parallel.group import Pending, PendingRows
 
 NUM_SLOTS = 8  # operations of one group under way at once; two halves need four
 SPIN_TURNS = 50
@@ -27,7 +27,7 @@ SLICE_S = 0.05  # of sleeping; then whoever supervises the rank may have called 
 _LINE = 64  # bytes; each counter has a cache line to itself
 _WORDS_PER_LINE = _LINE // 8
 _MAX_RANKS = 64
-OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_uneven")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_uneven", "all_to_all_sized")
 
 
 class Sleeper(Protocol):
@@ -113,6 +113,19 @@ class ShmGroup:
 
         return self._start(3, x, out, take, send)
 
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        assert x.shape[0] == sum(send), (x.shape, send)
+        assert max(send) <= most, (send, most)
+        out = x.new_empty((self.size * most, *x.shape[1:]))
+        counts: list[int] = []
+
+        def take(_rank: int, given: Tensor) -> None:
+            begin = sum(counts)
+            out[begin : begin + len(given)] = given
+            counts.append(len(given))
+
+        return _Sized(self._start(4, x, out, take, send), counts)
+
     def _block(self, x: Tensor) -> int:
         assert x.shape[0] % self.size == 0, (x.shape, self.size)
         return x.shape[0] // self.size
@@ -151,7 +164,7 @@ class ShmGroup:
                     f"rank {self._labels[self.rank]} {OPERATIONS[operation]}"
                 )
             begin, rows = 0, x.shape[0]
-            if operation == OPERATIONS.index("all_to_all_uneven"):
+            if operation >= OPERATIONS.index("all_to_all_uneven"):
                 counts = header[2 : 2 + self.size].tolist()
                 begin, rows = sum(counts[: self.rank]), counts[self.rank]
             elif int(header[1]) != x.numel() * x.element_size():
@@ -219,6 +232,17 @@ class _Exchange:
             self._group.finish(self._call, self._operation, self._x, self._take)
             self._group = None
         return self._out
+
+
+class _Sized:
+    __slots__ = ("_counts", "_exchange")
+
+    def __init__(self, exchange: Pending, counts: list[int]) -> None:
+        self._exchange, self._counts = exchange, counts
+
+    def wait(self) -> tuple[Tensor, list[int]]:
+        out = self._exchange.wait()  # it fills in the counts
+        return out[: sum(self._counts)], self._counts
 
 
 def _data(slot: Tensor, like: Tensor, begin: int, rows: int) -> Tensor:

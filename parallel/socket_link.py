@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from parallel.exchange_errors import ExchangeError, OutOfStep, PeerLost
@@ -40,12 +40,20 @@ class _Awaited:
     call: int
     operation: int
     into: memoryview  # of bytes, as many as the message must have
+    is_exact: bool = True  # else it may have fewer, and `into` is cut when its header tells how many
     header: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
     got: int = 0  # of header and data
+    most: int = 0  # bytes that `into` had at first
+
+    def __post_init__(self) -> None:
+        self.most = len(self.into)
 
     def rest(self) -> list[memoryview]:
         missing = HEADER.size - self.got
-        return [self.into[-missing:]] if missing <= 0 else [memoryview(self.header)[self.got :], self.into]
+        if missing <= 0:
+            return [self.into[-missing:]]
+        header = memoryview(self.header)[self.got :]
+        return [header, self.into] if self.is_exact else [header]  # not what belongs to the next message
 
 
 class Link:
@@ -98,8 +106,17 @@ class Link:
 
     def expect(self, call: int, operation: int, into: memoryview) -> None:
         """The message of `call` goes to `into`, bytes of exactly its size."""
+        self._expect(_Awaited(call, operation, into), into)
+
+    def expect_most(self, call: int, operation: int, into: memoryview) -> Callable[[], int]:
+        """The same for a message of as many bytes at most. Gives what tells how many they were, once it is complete."""
+        awaited = _Awaited(call, operation, into, is_exact=False)
+        self._expect(awaited, into)
+        return lambda: len(awaited.into)
+
+    def _expect(self, awaited: _Awaited, into: memoryview) -> None:
         with self._in:
-            self._awaited.append(_Awaited(call, operation, into))
+            self._awaited.append(awaited)
             self._awaited_bytes += len(into)
             if self._awaited_bytes > self._large and not self._attended:
                 self._mover.receive(self)
@@ -152,8 +169,7 @@ class Link:
     def _read(self) -> bool:
         """Read on in the first message awaited; False where the socket has no more."""
         first = self._awaited[0]
-        total = HEADER.size + len(first.into)
-        while first.got < total:
+        while first.got < HEADER.size + len(first.into):
             try:
                 received = self._sock.recvmsg_into(first.rest())[0]
             except BlockingIOError:
@@ -167,12 +183,15 @@ class Link:
             if unchecked and first.got >= HEADER.size:
                 self._check(first)
         self._awaited.popleft()
-        self._awaited_bytes -= len(first.into)
+        self._awaited_bytes -= first.most
         return True
 
     def _check(self, awaited: _Awaited) -> None:
         magic, operation, call, num_bytes = HEADER.unpack(awaited.header)
-        if (magic, operation, call, num_bytes) == (MAGIC, awaited.operation, awaited.call, len(awaited.into)):
+        expected = len(awaited.into)
+        fits = num_bytes == expected or (num_bytes < expected and not awaited.is_exact)
+        if (magic, operation, call) == (MAGIC, awaited.operation, awaited.call) and fits:
+            awaited.into = awaited.into[:num_bytes]
             return
         where = f"{self._group}: rank {self.peer}"
         if magic != MAGIC or operation >= len(OPERATIONS):

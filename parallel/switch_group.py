@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from parallel.group import Group, Pending
+from parallel.group import Group, Pending, PendingRows
 
 
 class SwitchGroup:
@@ -36,6 +36,9 @@ class SwitchGroup:
 
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         return self._used().all_to_all_uneven(x, send, receive)
+
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        return self._used().all_to_all_sized(x, send, most)
 
     def _used(self) -> Group:
         if self._group is None:

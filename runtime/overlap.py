@@ -2,8 +2,8 @@
 
 Two halves take turns like this (one MoE layer; `>x` starts an exchange, `x>` waits for it):
 
-    A | attention, route >tokens                             shared, tokens> experts >results
-    B |                           attention, route >tokens
+    A | attention, route >tokens                           shared, tokens> experts >results
+    B |                          attention, route >tokens
 
     A |                                    results>, next attention
     B | tokens> experts >results, shared                             results>, next attention
@@ -11,17 +11,8 @@ Two halves take turns like this (one MoE layer; `>x` starts an exchange, `x>` wa
 So tokens travel during B's attention and A's shared expert (A's) and during A's shared expert and experts (B's),
 results during B's experts and shared expert (A's) and during B's shared expert and A's next attention (B's): whatever
 is shorter than a stage and a shared expert is hidden, if cores and links allow.
-
-Where tokens can only be sent once the receivers have been told how many come (`asks_first`), counts travel first:
-
-    A | attention, route >counts                    counts> >tokens, shared
-    B |                           attention, route >counts                   shared, counts> >tokens
-
-    A | tokens> experts >results                             results>, next attention
-    B |                           tokens> experts >results                             results>, next attention
-
-That is one exchange more for each half to wait for, and A's tokens have only the shared experts to hide behind. Among
-all orders of these stages each of the two hides most over a range of costs.
+Among all orders of these stages this one hides most over a range of costs. A half waits for two exchanges a layer,
+which is the least: a layer that takes less than its half's attention, experts and two latencies cannot be had.
 
 A leads B in every layer, which a prefill chunk cut between the halves relies on: A's entries are in the cache before
 B's attention reads them. The order depends on the layers and the number of halves alone, hence equals on all ranks.

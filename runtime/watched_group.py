@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from parallel.group import Group, Pending
+from parallel.group import Group, Pending, PendingRows, Waiting
 from parallel.layout import RankGroups
 from parallel.trace import Exchange
 from runtime.vitals import RankVitals, text_field
+
+T = TypeVar("T")
 
 
 class WatchedGroup:
@@ -18,9 +21,9 @@ class WatchedGroup:
     def __init__(self, group: Group, vitals: RankVitals) -> None:
         self.name, self.rank, self.size = group.name, group.rank, group.size
         self._group, self._vitals = group, vitals
-        self._gather, self._scatter, self._even, self._uneven = (
+        self._gather, self._scatter, self._even, self._uneven, self._sized = (
             _Note(f"{operation} on {group.name}")
-            for operation in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_uneven")
+            for operation in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_uneven", "all_to_all_sized")
         )
 
     def all_gather(self, x: Tensor) -> Pending:
@@ -39,7 +42,11 @@ class WatchedGroup:
         self._vitals.waiting(self._uneven.field)
         return self._started(self._group.all_to_all_uneven(x, send, receive), self._uneven)
 
-    def _started(self, pending: Pending, note: _Note) -> Pending:
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        self._vitals.waiting(self._sized.field)
+        return self._started(self._group.all_to_all_sized(x, send, most), self._sized)
+
+    def _started(self, pending: Waiting[T], note: _Note) -> Waiting[T]:
         self._vitals.waited()
         trace = self._vitals.trace
         if trace.on:
@@ -54,26 +61,26 @@ class _Note:
         self.text, self.field = text, text_field(text)
 
 
-class _Watched:
+class _Watched(Generic[T]):
     __slots__ = ("_field", "_pending", "_vitals")
 
-    def __init__(self, pending: Pending, field: bytes, vitals: RankVitals) -> None:
+    def __init__(self, pending: Waiting[T], field: bytes, vitals: RankVitals) -> None:
         self._pending, self._field, self._vitals = pending, field, vitals
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         self._vitals.waiting(self._field)
         result = self._pending.wait()
         self._vitals.waited()
         return result
 
 
-class _Traced:
+class _Traced(Generic[T]):
     __slots__ = ("_exchange", "_pending")
 
-    def __init__(self, pending: Pending, exchange: Exchange) -> None:
+    def __init__(self, pending: Waiting[T], exchange: Exchange) -> None:
         self._pending, self._exchange = pending, exchange
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         self._exchange.waiting()
         result = self._pending.wait()
         self._exchange.arrived()

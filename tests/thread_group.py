@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from parallel.group import Pending
+from parallel.group import Pending, PendingRows, Waiting
 from parallel.layout import Layout, RankGroups
 
 T = TypeVar("T")
@@ -65,7 +65,17 @@ class ThreadGroup:
 
         return self._start("all_to_all_uneven", (x, list(send)), take)
 
-    def _start(self, operation: str, value: Any, take: Callable[[list[Any]], Tensor]) -> Pending:
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        assert x.shape[0] == sum(send)
+        assert max(send) <= most
+
+        def take(inputs: list[tuple[Tensor, Sequence[int]]]) -> tuple[Tensor, list[int]]:
+            parts = [torch.split(rows, list(counts))[self.rank] for rows, counts in inputs]
+            return torch.cat(parts), [len(part) for part in parts]
+
+        return self._start("all_to_all_sized", (x, list(send)), take)
+
+    def _start(self, operation: str, value: Any, take: Callable[[list[Any]], T]) -> Waiting[T]:
         call, self._count = self._count, self._count + 1
         value = (value[0].clone(), value[1]) if isinstance(value, tuple) else value.clone()
         with self._meeting.lock:
@@ -74,11 +84,17 @@ class ThreadGroup:
         return _Meet(self._meeting, call, operation, take)
 
 
-class _Meet:
-    def __init__(self, meeting: _Meeting, call: int, operation: str, take: Callable[[list[Any]], Tensor]) -> None:
+class _Meet(Generic[T]):
+    def __init__(self, meeting: _Meeting, call: int, operation: str, take: Callable[[list[Any]], T]) -> None:
         self._meeting, self._call, self._operation, self._take = meeting, call, operation, take
+        self._results: list[T] = []
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
+        if not self._results:
+            self._results.append(self._take(self._inputs()))
+        return self._results[0]
+
+    def _inputs(self) -> list[Any]:
         meeting, call = self._meeting, self._call
         with meeting.lock:
             meeting.lock.wait_for(lambda: meeting.broken or len(meeting.calls[call]) == meeting.size, TIMEOUT_S)
@@ -92,7 +108,7 @@ class _Meet:
             meeting.taken[call] = meeting.taken.get(call, 0) + 1
             if meeting.taken[call] == meeting.size:
                 del meeting.calls[call], meeting.taken[call]
-        return self._take(inputs)
+        return inputs
 
 
 def run_ranks(layout: Layout, work: Callable[[int, RankGroups], T]) -> list[T]:

@@ -50,8 +50,8 @@ Stage = tuple[Part, ...]
 class DecoderLayer:
     """Attention and feed-forward part; `kv_idx` is the layer's place in the list of caches.
 
-    `stages` in order on one state are the layer; a dense layer has two, one with experts four (moe_stages below).
-    `trailing_stages` are those of half B of two.
+    `stages` in order on one state are the layer: attention | mlp, or attention, routing, dispatch | shared expert,
+    experts, results sent back | results added. `trailing_stages` are those of half B of two.
 
     An exchange over ep starts at the end of one stage and is waited for at the beginning of a later one, so that
     between the two there is always a stage of the other half (runtime/overlap.py). The exchanges over tp stay inside a
@@ -75,8 +75,7 @@ class DecoderLayer:
         self.trailing_stages: tuple[Stage, ...]
         attend = Part("attention", self.attend)
         if isinstance(mlp, MoeLayer):
-            first = (attend, Part("routing", self._route(mlp)))
-            self.stages, self.trailing_stages = ((first, *rest) for rest in moe_stages(mlp))
+            self.stages, self.trailing_stages = _MoeParts(mlp).stages(attend, Part("routing", self._route(mlp)))
         else:
             self.stages = self.trailing_stages = (attend,), (Part("mlp", self._run_dense(mlp)),)
 
@@ -105,37 +104,39 @@ class DecoderLayer:
         return route
 
 
-def moe_stages(layer: MoeLayer) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-    """What follows routing, for the leading half (or the whole pass) and for the trailing one.
+class _MoeParts:
+    """The parts of a layer with experts, on a half's state, and the stages that they make."""
 
-    Where row counts travel first, the leading half sends its tokens and then runs its shared expert; the trailing half
-    runs its shared expert before, while its counts are still on the way. Where the tokens left with the routing, the
-    trailing half keeps its shared expert until its results travel, with little else to hide behind.
-    """
+    def __init__(self, layer: MoeLayer) -> None:
+        self._layer = layer
 
-    def send(state: HalfState) -> None:
-        layer.dispatch_send(_moe(state))
+    def stages(self, attend: Part, routing: Part) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+        """Of the leading half (or the whole pass), and of the trailing one.
 
-    def share(state: HalfState) -> None:
-        layer.run_shared(_moe(state))
+        The leading half runs its shared expert while its tokens travel. The trailing half's have the leading one's
+        experts to hide behind; it keeps its shared expert until its results travel, which have only half A's attention.
+        """
+        first = attend, routing, Part("dispatch", self._send)
+        shared = Part("shared expert", self._share)
+        experts = Part("experts", self._run_experts), Part("combine", self._send_back)  # at once: results travel now
+        last = (Part("combine", self._add),)
+        return (first, (shared, *experts), last), (first, (*experts, shared), last)
 
-    def run_experts(state: HalfState) -> None:
-        layer.run_experts(_moe(state))
+    def _send(self, state: HalfState) -> None:
+        self._layer.dispatch_send(_moe(state))
 
-    def send_back(state: HalfState) -> None:
-        layer.combine_send(_moe(state))
+    def _share(self, state: HalfState) -> None:
+        self._layer.run_shared(_moe(state))
 
-    def add(state: HalfState) -> None:
-        state.hidden.add_(layer.combine_recv(_moe(state)))
+    def _run_experts(self, state: HalfState) -> None:
+        self._layer.run_experts(_moe(state))
+
+    def _send_back(self, state: HalfState) -> None:
+        self._layer.combine_send(_moe(state))
+
+    def _add(self, state: HalfState) -> None:
+        state.hidden.add_(self._layer.combine_recv(_moe(state)))
         state.moe = None
-
-    dispatch, shared = Part("dispatch", send), Part("shared expert", share)
-    experts = Part("experts", run_experts), Part("combine", send_back)  # at once: results travel from here on
-    combine = (Part("combine", add),)
-    leading = (dispatch, shared), experts, combine
-    if layer.asks_first:
-        return leading, ((shared, dispatch), experts, combine)
-    return leading, ((dispatch,), (*experts, shared), combine)
 
 
 def _moe(state: HalfState) -> MoeState:

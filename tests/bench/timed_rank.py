@@ -14,16 +14,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from launch.rank_main import RankSpec, build_rank, main
-from parallel.group import Group, Pending
+from parallel.group import Group, Pending, PendingRows, Waiting
 from parallel.layout import RankGroups
 from runtime.rank_loop import Served
 from runtime.vitals import RankVitals
 
+T = TypeVar("T")
 WARM_UP = 4  # steps before the clock starts
 
 
@@ -67,18 +68,21 @@ class TimedGroup:
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         return self._start(self._group.all_to_all_uneven, x, send, receive)
 
-    def _start(self, operation: Callable[..., Pending], *args: Any) -> Pending:
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        return self._start(self._group.all_to_all_sized, x, send, most)
+
+    def _start(self, operation: Callable[..., Waiting[T]], *args: Any) -> Waiting[T]:
         name = f"exchange on {self.name}"
-        pending: Pending = self._watch.timed(name, operation, *args)
+        pending: Waiting[T] = self._watch.timed(name, operation, *args)
         return TimedPending(pending, name, self._watch)
 
 
-class TimedPending:
-    def __init__(self, pending: Pending, name: str, watch: Stopwatch) -> None:
+class TimedPending(Generic[T]):
+    def __init__(self, pending: Waiting[T], name: str, watch: Stopwatch) -> None:
         self._pending, self._name, self._watch = pending, name, watch
 
-    def wait(self) -> Tensor:
-        result: Tensor = self._watch.timed(self._name, self._pending.wait)
+    def wait(self) -> T:
+        result: T = self._watch.timed(self._name, self._pending.wait)
         return result
 
 

@@ -36,7 +36,17 @@ def exercise(group: Group) -> Outputs:
         "empty scatter": group.reduce_scatter(torch.empty(0, 3)),
         "empty uneven": group.all_to_all_uneven(torch.empty(0, 3), [0] * size, [0] * size),
     }
-    return {name: operation.wait().clone() for name, operation in pending.items()}
+    found = {name: operation.wait().clone() for name, operation in pending.items()}
+    sized = {
+        "sized": group.all_to_all_sized(rank_input(rank, sum(send)), send, 2),
+        "roomy sized": group.all_to_all_sized(rank_input(rank, sum(send)).to(torch.float64), send, 7),
+        "empty sized": group.all_to_all_sized(torch.empty(0, 3), [0] * size, 0),
+    }
+    for name, exchange in reversed(sized.items()):
+        rows, counts_here = exchange.wait()
+        assert exchange.wait()[1] == counts_here
+        found[name], found[f"{name} counts"] = rows.clone(), torch.tensor(counts_here)
+    return found
 
 
 def check(outputs: list[Outputs]) -> None:
@@ -49,7 +59,12 @@ def check(outputs: list[Outputs]) -> None:
         assert torch.equal(found["exchange"], torch.cat([x[2 * rank : 2 * rank + 2] for x in inputs]))
         parts = [torch.split(rank_input(r, sum(counts[r])), counts[r])[rank] for r in range(size)]
         assert torch.equal(found["uneven"], torch.cat(parts))
-        for name in ("empty gather", "empty scatter", "empty uneven"):
+        for name in ("sized", "roomy sized"):
+            assert torch.equal(found[name], torch.cat(parts).to(found[name].dtype))
+            assert found[f"{name} counts"].tolist() == [len(part) for part in parts]
+        assert found["roomy sized"].dtype == torch.float64
+        assert found["empty sized counts"].tolist() == [0] * size
+        for name in ("empty gather", "empty scatter", "empty uneven", "empty sized"):
             assert found[name].shape == (0, 3)
 
 

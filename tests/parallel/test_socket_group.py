@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from parallel.abort import Aborted
 from parallel.exchange_errors import OutOfStep, PeerLost
-from parallel.group import Group, Pending
+from parallel.group import Group, Pending, PendingRows
 from parallel.layout import Layout, RankGroups
 from parallel.linked_group import LinkedGroup
 from parallel.shm_group import ShmGroup
@@ -72,6 +73,19 @@ def test_sums_are_added_in_rank_order_on_any_hosts(nodes: tuple[int, ...]) -> No
         assert [found.tolist() for found in made.run(work)] == [expected.tolist()] * 4
 
 
+@dataclass
+class Rows:
+    """Rows whose numbers come with them, which are those of the script."""
+
+    exchange: PendingRows
+    expected: list[int]
+
+    def wait(self) -> Tensor:
+        rows, counts = self.exchange.wait()
+        assert counts == self.expected
+        return rows
+
+
 def traffic(group: Group, seed: int, calls: int) -> list[Outputs]:
     """Random operations, several under way, waited for in any order; what they gave, in the order of the calls."""
     script, pace = random.Random(seed), random.Random(1000 * seed + group.rank)
@@ -80,14 +94,16 @@ def traffic(group: Group, seed: int, calls: int) -> list[Outputs]:
     for call in range(calls):
         rows, width = script.choice((0, 1, 1, 7, 40)), script.choice((1, 3, 64))
         counts = [[script.choice((0, 0, 1, 5, 30)) for _ in range(size)] for _ in range(size)]
-        kind, depth = script.randrange(4), script.randrange(6)
+        kind, depth = script.randrange(5), script.randrange(6)
         values = torch.Generator().manual_seed(997 * call + group.rank)
         send, receive = counts[group.rank], [counts[i][group.rank] for i in range(size)]
-        n = sum(send) if kind == 3 else rows if kind == 0 else rows * size
+        n = sum(send) if kind >= 3 else rows if kind == 0 else rows * size
         x = torch.randn(n, width, generator=values)
         pending = (
             group.all_gather(x) if kind == 0 else group.reduce_scatter(x) if kind == 1
-            else group.all_to_all(x) if kind == 2 else group.all_to_all_uneven(x, send, receive)
+            else group.all_to_all(x) if kind == 2
+            else group.all_to_all_uneven(x, send, receive) if kind == 3
+            else Rows(group.all_to_all_sized(x, send, script.choice((30, 31, 200))), receive)
         )
         if pace.random() < 0.02:
             time.sleep(0.002)
