@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from runtime.recovery import RestartLimits
 
 BUILT_IN = Path(__file__).resolve().parent.parent / "configs" / "demo.toml"
+_PATHS = (("model", "path"), ("parallel", "placement_file"))
 _SET = re.compile(r"([A-Za-z_][\w-]*)\.([A-Za-z_][\w-]*)\s*=(.*)", re.DOTALL)
 
 
@@ -53,9 +54,14 @@ class ParallelSection(_Section):
     tp: int = Field(default=1, ge=1)
     split: Literal["auto", "on", "off"] = "auto"
     split_min_tokens: int = Field(default=64, ge=1)
-    exchange: Literal["auto", "shared_memory", "torch"] = "auto"
+    exchange: Literal["auto", "shared_memory", "sockets", "torch"] = "auto"
     dispatch: Literal["auto", "all_gather", "all_to_all"] = "auto"
     dispatch_capacity: int | None = Field(default=None, ge=1)
+    redundant_experts: int = Field(default=0, ge=0)
+    rebalance_steps: int | None = Field(default=None, ge=0)
+    placement_file: str | None = None
+    expert_source: Literal["ranks", "files"] = "ranks"
+    ranks_per_node: int | None = Field(default=None, ge=1)
 
 
 class DraftSection(_Section):
@@ -156,14 +162,15 @@ class LaunchConfig(_Section):
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LaunchConfig:
     """Read a file (None: the built-in demo) and apply `section.key=value` overrides.
 
-    `model.path` in the file is relative to the file, in an override to the working directory.
+    Paths in the file are relative to the file, in an override to the working directory.
     Raises FileNotFoundError or ValueError in one line naming the file and the key.
     """
     file = path if path is not None else BUILT_IN
     values = _read(file)
-    model = values.get("model")
-    if isinstance(model, dict) and isinstance(model.get("path"), str):
-        model["path"] = str(file.resolve().parent / model["path"])
+    for section, key in _PATHS:
+        table = values.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = str(file.resolve().parent / table[key])
     given: set[tuple[int | str, ...]] = set()
     for override in overrides:
         section, key, value = parse_override(override)
@@ -171,7 +178,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LaunchConfi
         table = values.setdefault(section, {})
         if not isinstance(table, dict):
             raise ValueError(f"{file}: {section} is not a section")
-        table[key] = _absolute(value) if (section, key) == ("model", "path") else value
+        table[key] = _absolute(value) if (section, key) in _PATHS else value
     try:
         return LaunchConfig.model_validate(values)
     except ValidationError as error:

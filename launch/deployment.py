@@ -21,6 +21,7 @@ from runtime.inbox import Inbox
 from runtime.loading import check_device, local_device, read_facts
 from runtime.models.config import ModelConfig, load_model_config
 from runtime.models.shards import check_layout
+from runtime.placing import first_placement, load_bytes
 from runtime.rank import settle
 from runtime.rank_channel import RankChannel
 from runtime.rank_watch import Patience, RankWatch, rank_names
@@ -47,7 +48,8 @@ def start(
     the model; RankFailure naming the rank that died. No process is left then.
     """
     model = load_model_config(config.model)
-    check_layout(model, config.layout)
+    check_layout(model, config.layout, config.redundant_experts)
+    first_placement(config, model)  # refused here, in one line, rather than by every rank
     check_device(config.device)  # ranks would only find that they cannot meet
     local_device(config.device, 0, config.layout.ep)
     facts = read_facts(config)
@@ -227,4 +229,5 @@ def plan_bytes(config: EngineConfig, sizes: Sizes, vocab_size: int) -> int:
 def result_bytes(config: EngineConfig) -> int:
     """Room for a few results of full batches with all logprobs."""
     per_token = 4 + 4 + 8 * MAX_LOGPROBS
-    return (1 << 16) + 3 * config.max_num_seqs * (8 + (1 + min(config.k, MAX_DRAFT_TOKENS)) * per_token)
+    results = 3 * config.max_num_seqs * (8 + (1 + min(config.k, MAX_DRAFT_TOKENS)) * per_token)
+    return (1 << 16) + results + load_bytes(config)

@@ -39,6 +39,9 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return torch.mm(x, self.weight_t)
 
+    def weight(self) -> Tensor:
+        return self.weight_t.t()
+
 
 class PackedLinear:
     """float32 in oneDNN's blocked layout: half the time of a plain product for 2 to 16 rows."""
@@ -52,6 +55,10 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return out
+
+    def weight(self) -> Tensor:
+        dense: Tensor = self._packed.to_dense()
+        return dense
 
 
 class HalfLinear:
@@ -76,6 +83,10 @@ class HalfLinear:
         out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
         return out
 
+    def weight(self) -> Tensor:
+        unpacked: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
+        return unpacked
+
 
 def build_linear(weight: Tensor, storage: Storage, name: str) -> Linear:
     """Choose the form for `weight` [out_features, in_features] float32; the form is settled here, once.
@@ -94,3 +105,10 @@ def build_linear(weight: Tensor, storage: Storage, name: str) -> Linear:
     if on_cpu and storage == "float32" and size >= PACK_MIN_ELEMENTS and torch._C._has_mkldnn:
         return PackedLinear(weight)
     return PlainLinear(weight)
+
+
+def stored_weight(linear: Linear) -> Tensor:
+    """[out_features, in_features] float32: the values that `linear` multiplies with, which `build_linear` takes back
+    without loss. For moving a weight to another rank, not for computing with it."""
+    assert isinstance(linear, PlainLinear | PackedLinear | HalfLinear), type(linear)
+    return linear.weight().float()

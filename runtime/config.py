@@ -12,8 +12,9 @@ Schedule = Literal["auto", "ahead", "settled"]
 DraftMethod = Literal["mtp", "off"]
 Storage = Literal["auto", "float32", "float16"]
 Split = Literal["auto", "on", "off"]
-Exchange = Literal["auto", "shared_memory", "torch"]
+Exchange = Literal["auto", "shared_memory", "sockets", "torch"]
 Dispatch = Literal["auto", "all_gather", "all_to_all"]
+ExpertSource = Literal["ranks", "files"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,17 @@ class EngineConfig:
     `schedule`: "ahead" plans step N+1 while step N runs, "settled" only after its counts are known (same ids). "auto"
     is ahead on an accelerator and settled on the CPU, where planner and rank share an interpreter: there is nothing to
     overlap, and each hand-over between threads and each surplus step costs.
-    `exchange`: what collectives run on; "auto" is shared memory between ranks on the CPU, torch.distributed elsewhere.
+    `exchange`: what collectives run on; "auto" is shared memory between ranks on the CPU ("sockets" where they are on
+    several hosts: TCP between hosts, shared memory inside each), torch.distributed elsewhere.
     `dispatch`: how tokens reach the experts of other ranks; "auto" is all_to_all on the CPU, all_gather elsewhere.
     `max_num_seqs`, `prefill_chunk_size` and the pages are those of one dp group. `dispatch_capacity`: most tokens that
     a rank sends to the experts at once (None: as many as a step can have); it must be the same on all ranks.
     `split`: whether a step runs as two halves; "auto" splits from `split_min_tokens` tokens a rank on.
+    `redundant_experts`: slots of a layer, over all ranks, beyond one for each expert; busy experts get them.
+    `rebalance_steps`: steps after which experts are placed anew by what they were asked for; 0: only when told to;
+    None: experts stay where they are, unless another of these keys says that they are placed.
+    `placement_file`: a saved placement to start with. `expert_source`: where weights of moved experts come from.
+    `ranks_per_node`: experts are packed onto nodes of so many ranks before ranks (None: all ranks are near).
     """
 
     model: Path
@@ -52,6 +59,11 @@ class EngineConfig:
     exchange: Exchange = "auto"
     dispatch: Dispatch = "auto"
     dispatch_capacity: int | None = None
+    redundant_experts: int = 0
+    rebalance_steps: int | None = None
+    placement_file: str | None = None
+    expert_source: ExpertSource = "ranks"
+    ranks_per_node: int | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +76,7 @@ class EngineConfig:
             raise ValueError(f"num_pages = {self.num_pages}: expected at least 2 (page 0 is reserved)")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len = {self.max_model_len}: expected an integer >= 2")
-
+        self._check_placement()
         if self.dispatch_capacity is not None and self.dispatch_capacity < self.least_capacity:
             raise ValueError(
                 f"dispatch_capacity = {self.dispatch_capacity}: {self.max_num_seqs} requests of 1 + {self.k} tokens "
@@ -72,12 +84,31 @@ class EngineConfig:
                 "or lower max_num_seqs"
             )
 
+    def _check_placement(self) -> None:
+        ranks = self.layout.ep
+        if self.redundant_experts < 0:
+            raise ValueError(f"redundant_experts = {self.redundant_experts}: expected an integer >= 0")
+        if self.rebalance_steps is not None and self.rebalance_steps < 0:
+            raise ValueError(f"rebalance_steps = {self.rebalance_steps}: expected an integer >= 0")
+        if self.places_experts and ranks == 1:
+            raise ValueError(
+                f"redundant_experts = {self.redundant_experts}, rebalance_steps = {self.rebalance_steps}, "
+                f"placement_file = {self.placement_file!r}: dp = 1, tp = 1 is one rank, which holds all experts"
+            )
+        if self.ranks_per_node is not None and (self.ranks_per_node < 1 or ranks % self.ranks_per_node):
+            raise ValueError(f"ranks_per_node = {self.ranks_per_node}: expected a divisor of dp * tp = {ranks}")
+
+    @property
+    def places_experts(self) -> bool:
+        """Whether experts may have several places, or change them."""
+        return self.redundant_experts > 0 or self.rebalance_steps is not None or self.placement_file is not None
+
     @property
     def shares_memory(self) -> bool:
-        """Whether ranks exchange through shared memory. Raises ValueError where they cannot."""
+        """Whether ranks of one host exchange through shared memory. Raises ValueError where they cannot."""
         on_cpu = self.device.startswith("cpu")
-        if self.exchange == "shared_memory" and not on_cpu:
-            raise ValueError(f"exchange = 'shared_memory': device = {self.device!r} needs torch")
+        if self.exchange in ("shared_memory", "sockets") and not on_cpu:
+            raise ValueError(f"exchange = {self.exchange!r}: device = {self.device!r} needs torch")
         return on_cpu and self.exchange != "torch"
 
     @property

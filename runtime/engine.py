@@ -15,6 +15,7 @@ from runtime.output import OutputState
 from runtime.plan import StepResult
 from runtime.rank import build_executor
 from runtime.recovery import OnEvent, Recover, Recovery, RestartLimits
+from runtime.replacement import ExpertBalancer, Rebalanced
 from runtime.request import FinishReason, GenerateRequest, TokenChunk
 from runtime.request_state import RequestState
 from runtime.sampling_params import check_vocabulary, encode_params
@@ -65,7 +66,11 @@ class Engine:
             deployment = _alone(config, loaded if loaded is not None else load_model(config))
         self.bytes_read = deployment.bytes_read
         self.facts, self.sizes, self._channel = deployment.facts, deployment.sizes, deployment.channel
-        self._recovery = Recovery(deployment.recover, deployment.restarts, on_event=on_event)
+        self._balancer = ExpertBalancer(config, self._channel) if config.places_experts else None
+        recover = deployment.recover
+        if recover is not None and self._balancer is not None:
+            recover = self._balancer.restoring(recover)
+        self._recovery = Recovery(recover, deployment.restarts, on_event=on_event)
         self._planner = StepPlanner(config, _limits(config, self.facts, self.sizes))
         self._depth = 1 if config.plans_ahead else 0  # steps in flight while the next one is planned
         self._num_in_flight = 0
@@ -107,6 +112,8 @@ class Engine:
         results = None
         try:
             self._channel.raise_failure()
+            if self._balancer is not None:
+                self._balancer.turn(self._channel)
             self.trace.phase("planning")
             plans = self._planner.schedule()
             if plans is not None:
@@ -138,6 +145,21 @@ class Engine:
 
     def pages_and_slots_in_use(self) -> tuple[int, int]:
         return self._planner.pages_and_slots_in_use()
+
+    def rebalance(self, *, wait: bool = True) -> Rebalanced | None:
+        """Place experts anew by what they were asked for so far; ids and logits stay the same. With `wait` all ranks
+        have changed over when it returns, and it says what that came to; else that happens between later steps.
+
+        Raises ValueError where experts have fixed places, or where ranks could not get ready: nothing has changed then.
+        """
+        if self._balancer is None:
+            raise ValueError("experts have fixed places: set parallel.rebalance_steps = 0 or parallel.redundant_experts")
+        return self._balancer.rebalance(self._channel, wait=wait)
+
+    @property
+    def balancer(self) -> ExpertBalancer | None:
+        """Where experts are, and what the last re-placement came to; None where they have fixed places."""
+        return self._balancer
 
     @property
     def planner(self) -> StepPlanner:

@@ -14,6 +14,8 @@ from runtime.config import EngineConfig
 from runtime.executor import TargetModel
 from runtime.models.config import ModelConfig, load_model_config
 from runtime.models.deepseek import DeepseekModel, kv_spec
+from runtime.placing import first_placement
+from runtime.rank_experts import HeldExperts
 from runtime.serve.detokenizer import DetokenizerFactory
 from runtime.serve.tokenizer import load_tokenizer
 from runtime.weights import WeightSource
@@ -44,6 +46,7 @@ class LoadedModel:
     drafter: Drafter | None
     device: torch.device
     bytes_read: int = 0
+    experts: HeldExperts | None = None  # where experts are placed
     trace: Recorder = field(default_factory=Recorder)  # where the model notes what it does, while somebody wants it
 
 
@@ -72,19 +75,27 @@ def load_model(config: EngineConfig, groups: RankGroups | None = None) -> Loaded
     torch.set_num_threads(config.threads)
     trace = groups.trace if groups is not None and groups.trace is not None else Recorder()
     own = replace(groups if groups is not None else solo_groups(), trace=trace)
+    placement = first_placement(config, model_config)
     with torch.inference_mode(), WeightSource(config.model) as source:
         model = DeepseekModel.load(
             source, model_config, groups=own, device=device, storage=config.storage, with_mtp=config.k > 0,
-            dispatch=config.dispatch,
+            dispatch=config.dispatch, placement=placement, ranks_per_node=config.ranks_per_node,
         )
         bytes_read = source.bytes_read
     drafter = None
     if config.k:
         assert model.mtp is not None
         drafter = MtpDrafter(model.mtp, hidden_size=model_config.hidden_size)
+    experts = None
+    if placement is not None:
+        experts = HeldExperts(
+            placement=placement, layers=model.placed, fingerprints=model.fingerprints, model=model_config,
+            folder=config.model, device=device, storage=config.storage,
+            ranks_per_node=config.ranks_per_node or config.layout.ep,
+        )
     return LoadedModel(
         facts=read_facts(config, with_text=groups is None), model=model, drafter=drafter, device=device,
-        bytes_read=bytes_read, trace=trace,
+        bytes_read=bytes_read, experts=experts, trace=trace,
     )
 
 

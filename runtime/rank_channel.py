@@ -11,6 +11,7 @@ from parallel.layout import Layout
 from runtime.channel import RankFailure
 from runtime.inbox import Inbox
 from runtime.ledger_check import LedgerCheck
+from runtime.placement_messages import PlacementReply, PlacementRequest
 from runtime.plan import StepPlan, StepResult, encode_step
 from runtime.rank_messages import (
     RESULT,
@@ -63,6 +64,7 @@ class RankChannel:
         self._looked = 0.0
         self._failure: RuntimeError | None = None
         self._ledgers = LedgerCheck(layout)
+        self._replies: list[tuple[int, PlacementReply]] = []
         self._traces: dict[int, ProcessTrace] = {}
 
     @property
@@ -120,6 +122,17 @@ class RankChannel:
         except RankFailure:
             pass
         return [self._traces[rank] for rank in sorted(self._traces)]
+
+    def request(self, message: PlacementRequest) -> None:
+        """Have every rank place experts as told, between the steps that are sent before and after."""
+        self.raise_failure()
+        self._send(encode_control(message))
+
+    def replies(self) -> list[tuple[int, PlacementReply]]:
+        """What ranks have said about their experts since the last call, each with its rank."""
+        self.raise_failure()
+        replies, self._replies = self._replies, []
+        return replies
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -190,6 +203,8 @@ class RankChannel:
             difference = self._ledgers.add(rank, message.step_id, message.digests)
             if difference is not None:
                 self._fail(Diagnosis(message=difference))
+        elif isinstance(message, PlacementReply):
+            self._replies.append((rank, message))
         elif isinstance(message, TracePage):
             if rank in self._traces:
                 self._traces[rank].add(message, time.monotonic_ns())

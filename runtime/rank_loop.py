@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from runtime.placement_messages import PlacementReply, PlacementRequest
 from runtime.rank_messages import (
     CONTROL,
     Cause,
@@ -28,6 +29,7 @@ from runtime.vitals import CLOSED, FAILED, READY, RankVitals
 
 IDLE_S = 1.0  # how long one wait for a message lasts; the next begins at once
 CALLED_OFF_S = 0.05  # the same where the epoch may be called off meanwhile
+STAGING_S = 0.05  # ... and where experts are being read beside the steps
 FAREWELL_S = 0.5  # how long a failing rank tries to tell why
 
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -50,6 +52,32 @@ class Served(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class PlacesExperts(Protocol):
+    """A served rank whose experts can be exchanged between steps."""
+
+    @property
+    def is_staging(self) -> bool:
+        """Whether `placement_replies` will have something before long."""
+        ...
+
+    def place_experts(self, message: PlacementRequest) -> Sequence[PlacementReply]: ...
+
+    def placement_replies(self) -> Sequence[PlacementReply]:
+        """What has become ready since."""
+        ...
+
+
+class _FixedExperts:
+    is_staging = False
+
+    def place_experts(self, message: PlacementRequest) -> Sequence[PlacementReply]:
+        raise ValueError(f"experts have fixed places here: {type(message).__name__} cannot be done")
+
+    def placement_replies(self) -> Sequence[PlacementReply]:
+        return ()
 
 
 class Receiver(Protocol):
@@ -139,12 +167,14 @@ class RankLoop:
 
     def _follow(self, rank: Served) -> Ending:
         """Messages in order, until a stop, the end of the ring, or until the epoch is called off."""
+        experts: PlacesExperts = rank if isinstance(rank, PlacesExperts) else _FixedExperts()
         while True:
             try:
                 if self._called_off.is_set:
                     return Ending.LEFT
-                data = self._plans.receive(self._idle_s)
+                data = self._plans.receive(min(self._idle_s, STAGING_S) if experts.is_staging else self._idle_s)
             except RingTimeout:
+                self._reply(experts.placement_replies())
                 continue
             except (RingClosed, WriterDead):  # whoever writes it has ended, one way or the other
                 return Ending.LEFT if self._can_rejoin else Ending.STOPPED
@@ -155,6 +185,9 @@ class RankLoop:
                 elif isinstance(message, Start):
                     self._vitals.phase("allocating")
                     rank.allocate(max_model_len=message.max_model_len, num_pages=message.num_pages)
+                elif isinstance(message, PlacementRequest):
+                    self._vitals.phase("placing experts")
+                    self._reply(experts.place_experts(message))
                 else:
                     return Ending.STOPPED
             else:
@@ -166,7 +199,13 @@ class RankLoop:
                 if digests is not None:
                     self._send(encode_control(LedgerPage(step_id=self._step_id, digests=dict(digests))))
                 self._send_trace(least=PAGE_SPANS)
+            if experts.is_staging:
+                self._reply(experts.placement_replies())
             self._vitals.phase("waiting for a plan")
+
+    def _reply(self, replies: Sequence[PlacementReply]) -> None:
+        for reply in replies:
+            self._send(encode_control(reply))
 
     def _trace(self, on: bool) -> None:
         if on:

@@ -13,6 +13,17 @@ from typing import Any, Literal
 
 import msgpack  # type: ignore[import-untyped]
 
+from runtime.placement_messages import (
+    AskLoads,
+    Loads,
+    MoveWeights,
+    Place,
+    PlacementReply,
+    PlacementRequest,
+    Stage,
+    Staged,
+)
+
 PLANS, RESULT, CONTROL = b"LSPLANS\0", b"LSRESULT", b"LSCONTRL"
 _TAG = 8
 _PLANS = struct.Struct("<8sq")  # tag, step
@@ -85,10 +96,11 @@ class TracePage:
     is_last: bool
 
 
-Control = Ready | Start | Stop | Failure | LedgerPage | Trace | TracePage
+Control = Ready | Start | Stop | Failure | LedgerPage | Trace | TracePage | PlacementRequest | PlacementReply
 _KINDS: dict[str, type[Control]] = {
     "ready": Ready, "start": Start, "stop": Stop, "failure": Failure, "ledger": LedgerPage, "trace": Trace,
-    "trace_page": TracePage,
+    "trace_page": TracePage, "ask_loads": AskLoads, "loads": Loads, "stage": Stage, "move_weights": MoveWeights,
+    "staged": Staged, "place": Place,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

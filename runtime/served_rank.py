@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
+from runtime.placement_messages import PlacementReply, PlacementRequest
 from runtime.plan import decode_section
 from runtime.rank import Rank
 from runtime.result_codec import encode_result
@@ -29,6 +30,17 @@ class ServedRank:
 
     def take_digests(self) -> dict[str, int] | None:
         return self._rank.take_digests()
+
+    @property
+    def is_staging(self) -> bool:
+        return self._rank.experts is not None and self._rank.experts.is_staging
+
+    def place_experts(self, message: PlacementRequest) -> Sequence[PlacementReply]:
+        assert self._rank.experts is not None, "experts have fixed places here"
+        return self._rank.experts.take(message)
+
+    def placement_replies(self) -> Sequence[PlacementReply]:
+        return self._rank.experts.poll() if self._rank.experts is not None else ()
 
     def close(self) -> None:
         """The process ends next, and everything with it."""

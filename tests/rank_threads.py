@@ -15,7 +15,9 @@ from runtime.config import EngineConfig
 from runtime.engine import Deployment, Engine
 from runtime.loading import LoadedModel, load_model, read_facts
 from runtime.plan import StepPlan, StepResult, decode_section, encode_step
+from runtime.placement_messages import PlacementReply, PlacementRequest
 from runtime.rank import Rank
+from runtime.rank_messages import decode_control, encode_control
 from runtime.sizing import choose_sizes
 from tests.thread_group import run_ranks
 
@@ -29,7 +31,10 @@ class ThreadChannel:
 
     def __init__(self, config: EngineConfig, wrap: Wrap | None = None, adapt: Adapt | None = None) -> None:
         self._layout = config.layout
-        self._inboxes: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in range(config.layout.ep)]
+        self._inboxes: list[queue.SimpleQueue[bytes | PlacementRequest | None]] = [
+            queue.SimpleQueue() for _ in range(config.layout.ep)
+        ]
+        self._replies: queue.SimpleQueue[tuple[int, PlacementReply]] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[tuple[int, StepResult | BaseException]] = queue.SimpleQueue()
         self._early: list[tuple[int, StepResult]] = []
         self.ledgers = [Ledger() for _ in range(config.layout.ep)]
@@ -56,6 +61,20 @@ class ThreadChannel:
             leaders.append(first)
         return leaders
 
+    def request(self, message: PlacementRequest) -> None:
+        data = encode_control(message)
+        for inbox in self._inboxes:
+            decoded = decode_control(data)
+            assert isinstance(decoded, PlacementRequest)
+            inbox.put(decoded)
+
+    def replies(self) -> list[tuple[int, PlacementReply]]:
+        self.raise_failure()
+        found = []
+        while not self._replies.empty():
+            found.append(self._replies.get())
+        return found
+
     def raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
@@ -81,6 +100,23 @@ class ThreadChannel:
                 return rank, result
             self._early.append((rank, result))
 
+    def _next_message(self, rank: int, own: Rank) -> bytes | PlacementRequest | None:
+        """The next one; while experts are being read it is told when they are there."""
+        while own.experts is not None and own.experts.is_staging:
+            try:
+                return self._inboxes[rank].get(timeout=0.01)
+            except queue.Empty:
+                self._reply(rank, own)
+        return self._inboxes[rank].get()
+
+    def _reply(self, rank: int, own: Rank, request: PlacementRequest | None = None) -> None:
+        if own.experts is None:
+            return
+        for reply in own.experts.take(request) if request is not None else own.experts.poll():
+            decoded = decode_control(encode_control(reply))
+            assert isinstance(decoded, PlacementReply)
+            self._replies.put((rank, decoded))
+
     def _run(self, config: EngineConfig, wrap: Wrap | None, adapt: Adapt | None) -> None:
         def work(rank: int, groups: RankGroups) -> None:
             ledger = self.ledgers[rank]
@@ -91,9 +127,13 @@ class ThreadChannel:
                 loaded = adapt(rank, loaded)
             own = Rank(config, loaded, groups, _ignore)
             own.allocate(choose_sizes(config, loaded.facts))
-            while (data := self._inboxes[rank].get()) is not None:
-                plan = decode_section(data, config.layout.dp_rank(rank))
-                own.run(plan, lambda result: self._outbox.put((rank, result)))
+            while (data := self._next_message(rank, own)) is not None:
+                if isinstance(data, bytes):
+                    plan = decode_section(data, config.layout.dp_rank(rank))
+                    own.run(plan, lambda result: self._outbox.put((rank, result)))
+                    self._reply(rank, own)
+                else:
+                    self._reply(rank, own, data)
 
         torch.set_num_threads(1)
         try:

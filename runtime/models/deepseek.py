@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from moe.dispatcher import DispatchKind, make_dispatcher
+from moe.placed import PlacedLayer
+from moe.placement import Placement
 from mtp.head import MtpHead
 from parallel.halves import gather_halves, scatter_sums, split_tokens
 from parallel.layout import RankGroups, solo_groups
@@ -46,6 +48,8 @@ class DeepseekModel:
         self.passes = passes
         self._groups = groups
         self._embed, self._norm, self._head = embed, norm, head
+        self.placed: dict[int, PlacedLayer] = {}  # by layer, where a placement says who holds what
+        self.fingerprints: dict[tuple[int, int], int] = {}  # of this rank's experts, by layer and expert
 
     @classmethod
     def load(
@@ -58,18 +62,24 @@ class DeepseekModel:
         storage: Storage = "auto",
         with_mtp: bool = True,
         dispatch: DispatchKind = "auto",
+        placement: Placement | None = None,
+        ranks_per_node: int | None = None,
     ) -> DeepseekModel:
         """Read this rank's share of every tensor of `source`; `with_mtp=False` leaves the MTP layer out.
 
         `groups=None`: the only rank. The layout must divide the model (`check_layout`). No collective is called.
+        `placement`: where experts are, if not in equal blocks in order of rank.
         Raises ValueError with one line naming the tensor that is missing, unexpected, mis-shaped or not finite, or
         that does not fit `storage`.
         """
         device = torch.device(device)
         groups = groups or solo_groups()
-        dispatcher = make_dispatcher(dispatch, groups.ep, config.num_experts, device)
-        shards = Shards(groups)
-        with torch.inference_mode(), Loader(source, config, shards, dispatcher, device, storage) as loader:
+        num_experts = config.num_experts if placement is None else placement.num_ranks * placement.num_slots
+        dispatcher = make_dispatcher(dispatch, groups.ep, num_experts, device)
+        loading = Loader(
+            source, config, Shards(groups), dispatcher, device, storage, placement, ranks_per_node or groups.ep.size
+        )
+        with torch.inference_mode(), loading as loader:
             rotations = rotation_table(config.rope, config.qk_rope_head_dim, config.max_position_embeddings, device)
             passes = Passes(rotations, loader.num_heads, groups.tp)
             embed = loader.embedding(EMBED_NAME)
@@ -81,9 +91,11 @@ class DeepseekModel:
                 mtp = _load_mtp(loader, groups, embed, head, passes)
             loader.ignore_known_extras(keep_mtp=with_mtp)
             source.check_consumed()
-        return cls(
+        model = cls(
             config, groups=groups, embed=embed, layers=layers, norm=norm, head=head, passes=passes, mtp=mtp
         )
+        model.placed, model.fingerprints = loading.experts.placed, loading.experts.fingerprints
+        return model
 
     @property
     def kv_spec(self) -> KvSpec:

@@ -10,6 +10,7 @@ import torch
 
 from moe.dispatcher import Dispatcher
 from moe.experts import GatedMlp
+from moe.placement import Placement
 from parallel.linear import Linear, Storage
 from parallel.norm import RmsNorm
 from runtime.attention.mla import MlaAttention, MlaWeights
@@ -43,12 +44,16 @@ class Loader:
         dispatcher: Dispatcher,
         device: torch.device,
         storage: Storage,
+        placement: Placement | None = None,
+        ranks_per_node: int = 1,
     ) -> None:
         self.source, self.config = source, config
         self._shards, self._tp = shards, shards.groups.tp
         self._reader = PartReader(source, device, storage)
         self._pool = ThreadPoolExecutor(min(MAX_LOAD_THREADS, len(os.sched_getaffinity(0))))
-        self._experts = ExpertLoader(self._reader, config, shards, dispatcher, self._pool)
+        self._experts = ExpertLoader(
+            self._reader, config, shards, dispatcher, self._pool, placement, ranks_per_node
+        )
         self.num_heads = len(block(config.num_attention_heads, self._tp))
         self._dims = MlaDims(
             num_heads=self.num_heads,
@@ -64,6 +69,10 @@ class Loader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def experts(self) -> ExpertLoader:
+        return self._experts
 
     def norm(self, name: str, dim: int, eps: float | None = None) -> RmsNorm:
         return self._reader.norm(name, dim, self.config.rms_norm_eps if eps is None else eps)
@@ -129,7 +138,7 @@ class Loader:
             attention_norm=self.norm(f"{prefix}.input_layernorm.weight", hidden),
             attention=self.attention(f"{prefix}.self_attn"),
             mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight", hidden),
-            mlp=self.dense_mlp(f"{prefix}.mlp") if is_dense else self._experts.moe(f"{prefix}.mlp"),
+            mlp=self.dense_mlp(f"{prefix}.mlp") if is_dense else self._experts.moe(idx, f"{prefix}.mlp"),
         )
 
     def dense_mlp(self, prefix: str) -> GatedMlp:

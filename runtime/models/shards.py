@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe.placement import check_counts
 from parallel.group import Group
 from parallel.layout import Layout, RankGroups
 from runtime.models.config import ModelConfig
 
 
-def check_layout(config: ModelConfig, layout: Layout) -> None:
+def check_layout(config: ModelConfig, layout: Layout, redundant_experts: int = 0) -> None:
     """Raises ValueError with both numbers when the ranks of `layout` cannot share the model equally."""
     divided = [
         ("tp", layout.tp, "num_attention_heads", config.num_attention_heads),
@@ -17,11 +18,13 @@ def check_layout(config: ModelConfig, layout: Layout) -> None:
     ]
     if config.num_dense_layers > 0:
         divided.append(("tp", layout.tp, "intermediate_size", config.intermediate_size))
-    if config.num_experts > 0:
+    if config.num_experts > 0 and not redundant_experts:
         divided.append(("dp * tp", layout.ep, "n_routed_experts", config.num_experts))
     for axis, size, key, count in divided:
         if count % size:
             raise ValueError(f"{axis} = {size} does not divide {key} = {count}")
+    if config.num_experts > 0 and redundant_experts:
+        check_counts(config.num_experts, redundant_experts, layout.ep)
 
 
 def block(total: int, group: Group) -> range:

@@ -1,0 +1,37 @@
+"""The placement a deployment starts with, from its configuration and the model's; ranks and controller work it out alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe.balance import initial_placement
+from moe.placement import Placement, check_counts, load_placement
+from runtime.config import EngineConfig
+from runtime.models.config import ModelConfig, load_model_config
+
+
+def moe_layers(model: ModelConfig, *, with_mtp: bool) -> list[int]:
+    """The model's numbers of its layers with experts; the MTP layer is the last."""
+    return list(range(model.num_dense_layers, model.num_hidden_layers + with_mtp))
+
+
+def first_placement(config: EngineConfig, model: ModelConfig) -> Placement | None:
+    """None where experts have fixed places. Raises ValueError or FileNotFoundError naming the key that does not fit."""
+    if not config.places_experts:
+        return None
+    layers, num_ranks = moe_layers(model, with_mtp=config.k > 0), config.layout.ep
+    if not layers:
+        raise ValueError(f"redundant_experts = {config.redundant_experts}: {config.model} has no layer with experts")
+    num_slots = check_counts(model.num_experts, config.redundant_experts, num_ranks)
+    if config.placement_file is not None:
+        return load_placement(Path(config.placement_file), layers, model.num_experts, num_ranks, num_slots)
+    return initial_placement(layers, model.num_experts, num_ranks, num_slots)
+
+
+def load_bytes(config: EngineConfig) -> int:
+    """Of what a rank tells about its experts at a time: a count an expert and a checksum a slot; 0 with fixed places."""
+    if not config.places_experts:
+        return 0
+    model = load_model_config(config.model)
+    num_layers = len(moe_layers(model, with_mtp=config.k > 0))
+    return 1024 + 8 * num_layers * (2 * model.num_experts + config.redundant_experts)
