@@ -87,13 +87,13 @@ class RemoteInbox:
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next message; None when none has come within `timeout_s`, or nothing can come any more."""
-        messages = self._epoch.results[self._rank]
-        if not messages:
-            self._hub.wait_for(messages, timeout_s)
+        messages, faults = self._epoch.results[self._rank], self._epoch.result_faults
+        if not messages and self._rank not in faults:
+            self._hub.wait_for(lambda: messages or self._rank in faults, timeout_s)
         if messages:
             return messages.popleft()
-        if self._rank in self._epoch.result_faults:
-            raise self._epoch.result_faults[self._rank]
+        if self._rank in faults:
+            raise faults[self._rank]
         return None
 
     def close(self) -> None:

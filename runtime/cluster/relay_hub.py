@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.cluster.epoch_ports import Epoch, EpochPorts, PlanPort, RemoteInbox, RemoteVitals
@@ -47,7 +47,8 @@ class _Relay:
 
     def __init__(self, node_rank: int, line: FrameLine) -> None:
         self.node_rank, self.line = node_rank, line
-        self.opened = 0  # the last epoch whose memory it has made
+        self.joined = 0  # the last epoch that it was told to open
+        self.opened = 0  # the last one whose memory it has made
         self.silence_s = 0.0
         self.beaten = 0.0  # when it was last sent a sign of life
         self.fault: RelayFault | None = None
@@ -114,7 +115,7 @@ class RelayHub:
             relay.line.max_frame_bytes = max(LEAST_FRAME_BYTES, memory.result_bytes + 64)
             relay.line.max_queued_bytes = 2 * memory.plan_bytes + LEAST_FRAME_BYTES
             relay.line.oldest_epoch = memory.epoch
-            relay.silence_s = 0.0
+            relay.silence_s, relay.joined = 0.0, memory.epoch
             relay.send(RelayFrame.OPEN, memory.epoch, encode(opening))
         epoch = self._epoch = Epoch(memory)
         return EpochPorts(
@@ -153,7 +154,9 @@ class RelayHub:
     def is_quiet(self, node_rank: int) -> bool:
         """Whether a relay has not been heard of lately: nothing is known of its ranks then."""
         relay = self._relays.get(node_rank)
-        return relay is None or relay.fault is not None or relay.silence_s >= QUIET_S
+        if relay is None or relay.fault is not None or relay.joined < self._last_epoch:
+            return True
+        return relay.silence_s >= QUIET_S
 
     def filenos(self) -> list[int]:
         """Descriptors that become readable when `poll` has something to take in."""
@@ -171,19 +174,20 @@ class RelayHub:
             raise RingClosed(f"plans: epoch {epoch.number} is over")
         if len(data) > epoch.memory.plan_bytes:
             raise MessageTooLarge(f"plans: a message of {len(data)} bytes, expected at most {epoch.memory.plan_bytes}")
-        relays = [self._relays[node] for node in epoch.memory.nodes if node in self._relays]
+        self._raise_dead(epoch)
+        relays = [self._relays[node] for node in epoch.memory.nodes]
         self._wait_for_room(epoch, relays, len(data), timeout_s)
         for relay in relays:
             relay.send(RelayFrame.PLANS, epoch.number, data)
         self._raise_dead(epoch)
 
-    def wait_for(self, messages: Collection[bytes], timeout_s: float) -> None:
-        """Poll until there are messages, `timeout_s` at most."""
+    def wait_for(self, happened: Callable[[], object], timeout_s: float) -> None:
+        """Poll until something has happened, `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         while True:
             left = deadline - time.monotonic()
             self.poll(min(max(left, 0.0), GAP_S / 2))
-            if messages or left <= 0:
+            if happened() or left <= 0:
                 return
 
     def end(self, epoch: Epoch) -> None:
@@ -204,7 +208,6 @@ class RelayHub:
         """Until every line can queue `size` bytes. Almost always at once: what the system takes is not queued."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self._raise_dead(epoch)
             full = [relay for relay in relays if relay.line.queued_bytes + size > relay.line.max_queued_bytes]
             if not full:
                 return
@@ -215,14 +218,15 @@ class RelayHub:
                     f"{timeout_s:g} s"
                 )
             self.poll(min(left, GAP_S / 2))
+            self._raise_dead(epoch)
 
     def _raise_dead(self, epoch: Epoch) -> None:
         if epoch.plan_fault is not None:
             raise epoch.plan_fault
         for node in epoch.memory.nodes:
             relay = self._relays.get(node)
-            if relay is None:
-                raise ReaderDead(f"plans: the relay of node {node} is gone")
+            if relay is None or relay.joined != epoch.number:
+                raise ReaderDead(f"plans: relay of node {node} is gone")
             if relay.fault is not None:
                 raise ReaderDead(f"plans: {relay.fault.text}")
 
@@ -252,8 +256,8 @@ class RelayHub:
         if epoch is None or number != epoch.number:
             return  # of an epoch that is over
         mine = epoch.ranks.get(relay.node_rank)
-        if mine is None:
-            raise FrameDamaged(f"speaks of epoch {number}, in which it has no ranks")
+        if mine is None or relay.joined != number:
+            raise FrameDamaged(f"speaks of epoch {number}, in which it has no part")
         if kind == RelayFrame.RESULT:
             rank, data = result_of(body)
             self._check_rank(rank, mine)

@@ -85,15 +85,19 @@ def test_what_the_system_does_not_take_is_queued_and_flushed() -> None:
 def test_a_slow_reader_is_a_named_error_and_loses_nothing() -> None:
     with line_pair() as (accepted, connected):
         accepted.max_queued_bytes = 1 << 20
-        body, sent = bytes(300_000), 0
-        with pytest.raises(LineCongested, match=r"keeper at 127.* does not take its frames: \d+ bytes wait") as fault:
+        body, sent = bytes(300_000), list[int]()
+
+        def send_on() -> None:
             while True:
                 accepted.send(1, 1, body)
-                sent += 1
+                sent.append(1)
+
+        with pytest.raises(LineCongested, match=r"keeper at 127.* does not take its frames: \d+ bytes wait") as fault:
+            send_on()
         assert str(1 << 20) in str(fault.value)
         assert accepted.queued_bytes <= 1 << 20
         received = 0
-        while received < sent:
+        while received < len(sent):
             accepted.flush()
             received += len(connected.receive())
         accepted.send(1, 1, b"and on")  # the refused frame took no number
@@ -193,10 +197,14 @@ def test_faults_have_names(
     with bare_peer() as (line, peer):
         peer.sendall(data)
         frames: list[Frame] = []
+
+        def receive_on() -> None:
+            while True:
+                frames.extend(line.receive())
+
         for _ in range(2):  # and stay
             with pytest.raises(kind, match=text) as fault:
-                while True:
-                    frames += line.receive()
+                receive_on()
             assert str(fault.value).startswith("keeper at nowhere: ")
         assert frames == FRAMES[: len(frames)]
         assert len(frames) == num_good
