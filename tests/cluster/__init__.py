@@ -1,0 +1,1 @@
+"""A whole cluster under faults: the harness, and what it reports."""
