@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from launch import launch_commands
+
+if TYPE_CHECKING:
+    from launch.generate import GenerateOptions
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -105,26 +110,70 @@ def generate(
 
     Exit code 0; 2 if a prompt, flag or file was at fault (the other prompts are still continued); 1 for failures.
     """
-    from launch.generate import GenerateOptions, run
+    from launch.generate import run
 
-    flags = {
-        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-        "ignore_eos": ignore_eos, "draft_tokens": draft_tokens,
-    }
-    return run(
-        GenerateOptions(
-            prompts=prompt or [],
-            prompts_file=prompts,
-            config=config,
-            overrides=[
-                *_overrides(overrides, draft_tokens), *_layout_overrides(tp, dp, split),
-                *([] if max_restarts is None else [f"cluster.max_restarts={max_restarts}"]),
-            ],
-            flags={name: value for name, value in flags.items() if value is not None},
-            json=json,
-            trace=trace,
-        )
+    return run(_generate_options(
+        prompt=prompt, prompts=prompts, config=config, overrides=overrides, draft_tokens=draft_tokens, tp=tp, dp=dp,
+        split=split, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+        ignore_eos=ignore_eos, json=json, trace=trace, max_restarts=max_restarts,
+    ))
+
+
+_SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "draft_tokens")
+
+
+def _generate_options(*, max_restarts: int | None = None, **given: Any) -> GenerateOptions:
+    """The options of `generate` by the names of its parameters."""
+    from launch.generate import GenerateOptions
+
+    restarts = [] if max_restarts is None else [f"cluster.max_restarts={max_restarts}"]
+    layout = _layout_overrides(given["tp"], given["dp"], given["split"])
+    return GenerateOptions(
+        prompts=given["prompt"] or [],
+        prompts_file=given["prompts"],
+        config=given["config"],
+        overrides=[*_overrides(given["overrides"], given["draft_tokens"]), *layout, *restarts],
+        flags={name: given[name] for name in _SAMPLING_FLAGS if given[name] is not None},
+        json=given["json"],
+        trace=given["trace"],
     )
+
+
+def _like_generate(command: Callable[..., int]) -> Callable[..., int]:
+    """A command with the options of `generate` beside its own; it gets them by name in `shared`."""
+    own, shared = inspect.signature(command), inspect.signature(generate)
+    named = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = [p for name, p in shared.parameters.items() if name != "max_restarts"] + named
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> int:
+        return command(**values)
+
+    wrapped.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {**generate.__annotations__, **command.__annotations__}
+    return wrapped
+
+
+@app.command()
+@_like_generate
+def controller(
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="In the place of cluster.bind; port 0 takes a free one.")
+    ] = None,
+    address_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write HOST:PORT here, for `--controller` of workers.")
+    ] = None,
+    **shared: Any,
+) -> int:
+    """Continue prompts as `generate` does, over ranks on several hosts: start this first, then a worker for each rank.
+
+    Workers are `python -m launch.worker --config F --controller ADDRESS`, started by torchrun, Slurm or Ray. All exit
+    with the code of this command: 69 when ranks were lost for good, 70 when one failed at the start, 78 when they
+    disagree, else as `generate`.
+    """
+    from launch.controller_command import ControllerOptions, run
+
+    return run(_generate_options(**shared), ControllerOptions(listen=listen, address_file=address_file))
 
 
 @bench.command("schedule")

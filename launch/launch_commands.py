@@ -20,6 +20,39 @@ RanksPerNode = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the commands to `lockstep`."""
     app.command("slurm")(slurm)
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    config: Config = None,
+    overrides: Overrides = None,
+    ranks_per_node: RanksPerNode = None,
+    controller: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", envvar="LOCKSTEP_CONTROLLER", help="See whether it answers.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(envvar="LOCKSTEP_ADVERTISE", help="Where other nodes reach this one.")
+    ] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option("--memory-gib", help="Memory of each rank, in the place of what is here.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Count weights as float32, bfloat16 or float8, not as they are stored today.")
+    ] = None,
+    meet: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Check a whole launch: every rank runs this; the address is rank 0's."),
+    ] = None,
+    meet_s: Annotated[float, typer.Option("--meet-s", help="How long rank 0 waits for the others, in seconds.")] = 25.0,
+    json: Annotated[bool, typer.Option("--json", help="JSON on standard output and nothing else.")] = False,
+) -> int:
+    """Check this node, or with --meet a whole launch. Exit code 0: at most warnings; 1: something blocks; 2: usage."""
+    from launch.doctor import DoctorOptions, run
+
+    return run(DoctorOptions(
+        config=config, overrides=overrides or (), controller=controller, address=address, meet=meet, meet_s=meet_s,
+        ranks_per_node=ranks_per_node, memory_gib=memory_gib, weights=weights, json=json,
+    ))
 
 
 def slurm(

@@ -43,20 +43,18 @@ class MemoryNeed:
         }
 
 
-def memory_need(
-    config: EngineConfig, model: ModelConfig, *, value_bytes: int | None = None, num_experts: int | None = None
-) -> MemoryNeed:
+def memory_need(config: EngineConfig, model: ModelConfig, *, value_bytes: int | None = None) -> MemoryNeed:
     """What a rank of `config` needs for `model`.
 
     `value_bytes`: of one weight; None is the storage that the engine really uses (float16 on the CPU unless the
-    configuration says float32, float32 on accelerators). `num_experts`: of a layer, copies counted; None: the model's.
+    configuration says float32, float32 on accelerators).
     """
     size = value_bytes if value_bytes is not None else storage_bytes(config)
     with_mtp = config.k > 0 and model.num_mtp_layers > 0
     num_layers = model.num_hidden_layers + with_mtp
     num_dense = min(model.num_dense_layers, num_layers)
     num_moe = num_layers - num_dense
-    per_rank = -(-(num_experts if num_experts is not None else model.num_experts) // config.layout.ep)
+    per_rank = -(-(model.num_experts + config.redundant_experts) // config.layout.ep)
     expert = 3 * model.moe_intermediate_size * model.hidden_size
     shared = model.num_shared_experts * expert + model.num_experts * model.hidden_size
     dense = 3 * -(-model.intermediate_size // config.tp) * model.hidden_size
