@@ -53,7 +53,7 @@ class ParallelSection(_Section):
     dp: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
     split: Literal["auto", "on", "off"] = "auto"
-    split_min_tokens: int = Field(default=64, ge=1)
+    split_min_tokens: int | None = Field(default=None, ge=1)
     exchange: Literal["auto", "shared_memory", "sockets", "torch"] = "auto"
     dispatch: Literal["auto", "all_gather", "all_to_all"] = "auto"
     dispatch_capacity: int | None = Field(default=None, ge=1)

@@ -1,4 +1,4 @@
-"""From loads to a placement: replicate what is busy, pack evenly, divide what is replicated, move as little as can be."""
+"""From loads to a placement: replicate what is busy, pack evenly, divide what is replicated, move little."""
 
 from __future__ import annotations
 

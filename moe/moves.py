@@ -55,7 +55,8 @@ def in_batches(moves: Sequence[Move], num_values: int, most_values: int) -> Iter
     left = list(moves)
     while left:
         sent: dict[int, int] = {}
-        now, later = [], []
+        now: list[Move] = []
+        later: list[Move] = []
         for move in left:
             count = sent.get(move.source, 0)
             (now if count < per_source else later).append(move)

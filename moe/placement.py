@@ -55,7 +55,8 @@ class Placement:
 
     def rank_loads(self, loads: NDArray[np.float64]) -> NDArray[np.float64]:
         """[num_layers, num_experts] tokens -> [num_layers, num_ranks] tokens."""
-        return np.einsum("ler,le->lr", self.rank_shares(), loads)
+        found: NDArray[np.float64] = np.einsum("ler,le->lr", self.rank_shares(), loads)
+        return found
 
     def same_as(self, other: Placement) -> bool:
         return (
@@ -68,7 +69,8 @@ def imbalance(placement: Placement, loads: NDArray[np.float64]) -> NDArray[np.fl
     """[num_layers]: the busiest rank's load over the mean of all ranks, at least 1; 1 for a layer without load."""
     ranks = placement.rank_loads(loads)
     mean = ranks.mean(1)
-    return np.divide(ranks.max(1), mean, where=mean > 0, out=np.ones_like(mean))
+    found: NDArray[np.float64] = np.divide(ranks.max(1), mean, where=mean > 0, out=np.ones_like(mean))
+    return found
 
 
 def check_counts(num_experts: int, redundant_experts: int, num_ranks: int) -> int:
@@ -77,8 +79,8 @@ def check_counts(num_experts: int, redundant_experts: int, num_ranks: int) -> in
     if num_physical % num_ranks:
         fit = -num_experts % num_ranks
         raise ValueError(
-            f"redundant_experts = {redundant_experts}: {num_experts} + {redundant_experts} experts do not divide by the "
-            f"{num_ranks} ranks of dp x tp; {fit} or {fit + num_ranks} would"
+            f"redundant_experts = {redundant_experts}: {num_experts} + {redundant_experts} experts do not divide by "
+            f"the {num_ranks} ranks of dp x tp; {fit} or {fit + num_ranks} would"
         )
     most = (num_ranks - 1) * num_experts
     if redundant_experts > most:

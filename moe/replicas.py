@@ -15,7 +15,7 @@ PERIOD = 60  # entries of a table row: divided by every number of replicas up to
 
 
 class ReplicaMap:
-    """One layer's map on one rank. A token at position p of the rank's batch takes entry p % PERIOD of its expert's row.
+    """One layer's map on one rank: the token at position p of the rank's batch takes entry p % PERIOD of a row.
 
     table: [num_experts + 1, PERIOD] int64 slots, counted over all ranks; the last row stands for no expert.
     """
@@ -77,7 +77,7 @@ def spread(rows: NDArray[np.float64], first: int) -> NDArray[np.int64]:
 
 
 def first_slots(experts: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:
-    """[num_ranks, num_slots] -> [num_experts, num_ranks]: the first slot of an expert on a rank; 0 where it has none."""
+    """[num_ranks, num_slots] -> [num_experts, num_ranks]: an expert's first slot on a rank; 0 where it has none."""
     num_ranks, num_slots = experts.shape
     slots = np.zeros((num_experts, num_ranks), np.int64)
     for slot in reversed(range(num_slots)):

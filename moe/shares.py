@@ -71,4 +71,5 @@ def traffic(shares: FloatArray, ranks_per_node: int) -> FloatArray:
             ranks = slice(block * size, (block + 1) * size)
             sent[:, ranks, ranks] += give[:, block, :, None] * part[:, block, None, :]
         demand, supply = demand - take.reshape(shares.shape), supply - give.reshape(shares.shape)
-    return sent * num_ranks
+    sent *= num_ranks
+    return sent

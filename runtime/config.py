@@ -30,7 +30,8 @@ class EngineConfig:
     `dispatch`: how tokens reach the experts of other ranks; "auto" is all_to_all on the CPU, all_gather elsewhere.
     `max_num_seqs`, `prefill_chunk_size` and the pages are those of one dp group. `dispatch_capacity`: most tokens that
     a rank sends to the experts at once (None: as many as a step can have); it must be the same on all ranks.
-    `split`: whether a step runs as two halves; "auto" splits from `split_min_tokens` tokens a rank on.
+    `split`: whether a step runs as two halves; "auto" splits from `split_min_tokens` tokens a rank on, which is
+    measured at start-up where it is None (runtime/split_calibration.py).
     `redundant_experts`: slots of a layer, over all ranks, beyond one for each expert; busy experts get them.
     `rebalance_steps`: steps after which experts are placed anew by what they were asked for; 0: only when told to;
     None: experts stay where they are, unless another of these keys says that they are placed.
@@ -55,7 +56,7 @@ class EngineConfig:
     dp: int = 1
     tp: int = 1
     split: Split = "auto"
-    split_min_tokens: int = 64
+    split_min_tokens: int | None = None
     exchange: Exchange = "auto"
     dispatch: Dispatch = "auto"
     dispatch_capacity: int | None = None
@@ -67,9 +68,11 @@ class EngineConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("threads", "max_num_seqs", "prefill_chunk_size", "page_size", "dp", "tp", "split_min_tokens"):
+        for name in ("threads", "max_num_seqs", "prefill_chunk_size", "page_size", "dp", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected an integer >= 1")
+        if self.split_min_tokens is not None and self.split_min_tokens < 1:
+            raise ValueError(f"split_min_tokens = {self.split_min_tokens}: expected an integer >= 1")
         if not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens = {self.draft_tokens}: expected an integer in [0, {MAX_DRAFT_TOKENS}]")
         if self.num_pages is not None and self.num_pages < 2:

@@ -153,7 +153,7 @@ class Engine:
         Raises ValueError where experts have fixed places, or where ranks could not get ready: nothing has changed then.
         """
         if self._balancer is None:
-            raise ValueError("experts have fixed places: set parallel.rebalance_steps = 0 or parallel.redundant_experts")
+            raise ValueError("experts have fixed places: set parallel.rebalance_steps to 0 or more")
         return self._balancer.rebalance(self._channel, wait=wait)
 
     @property

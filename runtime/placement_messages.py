@@ -1,9 +1,10 @@
-"""What controller and ranks say to each other about experts: loads, a placement to come, weights to move, the change."""
+"""What controller and ranks say to each other about experts: loads, a placement to come, weights, the change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,8 @@ class Place:
     commit: bool
 
 
+T = TypeVar("T", bound=np.generic)
+
 PlacementRequest = AskLoads | Stage | MoveWeights | Place
 PlacementReply = Loads | Staged
 
@@ -128,7 +131,7 @@ def batch_of(message: MoveWeights) -> Batch:
     return Batch(tuple(Move(*row) for row in rows), message.begin, message.end)
 
 
-def _array(data: bytes, dtype: type[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:  # type: ignore[type-arg]
+def _array(data: bytes, dtype: type[T], shape: tuple[int, ...]) -> NDArray[T]:
     expected = int(np.prod(shape)) * np.dtype(dtype).itemsize
     if len(data) != expected:
         raise ValueError(f"array of {len(data)} bytes: expected {expected} for shape {shape}")

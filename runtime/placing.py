@@ -1,4 +1,4 @@
-"""The placement a deployment starts with, from its configuration and the model's; ranks and controller work it out alike."""
+"""The placement that a deployment starts with: ranks and controller work it out alike from the configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def first_placement(config: EngineConfig, model: ModelConfig) -> Placement | Non
 
 
 def load_bytes(config: EngineConfig) -> int:
-    """Of what a rank tells about its experts at a time: a count an expert and a checksum a slot; 0 with fixed places."""
+    """Of what a rank tells about its experts at a time: a count an expert, a checksum a slot; 0 with fixed places."""
     if not config.places_experts:
         return 0
     model = load_model_config(config.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,20 +64,23 @@ class HeldExperts:
 
 @dataclass
 class _Round:
-    """A placement on its way in."""
+    """A placement on its way in. A thread of its own gets ready what it needs, so that no step waits for that."""
 
     round_id: int
     placement: Placement
     expected: Mapping[Key, int]
     missing: set[Key]  # what this rank lacks
-    tables: dict[int, Tensor]  # per layer, for `ReplicaMap`
+    parts: dict[Key, Tensor] = field(default_factory=dict)  # values that have come so far
+    # Whole experts from other ranks, with the number of each; None: no more come.
+    arrived: queue.SimpleQueue[tuple[Move, Tensor] | None] = field(default_factory=queue.SimpleQueue)
+    is_over: bool = False  # nobody wants it any more
+    # The thread's:
+    tables: dict[int, Tensor] = field(default_factory=dict)  # per layer, for `ReplicaMap`
     ready: dict[Key, GatedMlp] = field(default_factory=dict)
     found: dict[Key, int] = field(default_factory=dict)  # fingerprints of what is ready
-    parts: dict[Key, Tensor] = field(default_factory=dict)  # values that have come so far
     error: str = ""
     is_done: bool = False  # ready or failed; set last
-    is_told: bool = False
-    is_over: bool = False  # nobody wants it any more
+    is_told: bool = False  # by the thread of the steps, to the controller
 
 
 class RankExperts:
@@ -87,6 +91,7 @@ class RankExperts:
         self.placement = held.placement
         self._fingerprints = dict(held.fingerprints)
         self._round: _Round | None = None
+        self._giving: dict[Key, Tensor] = {}  # values of experts that are being sent piece by piece
 
     @property
     def is_staging(self) -> bool:
@@ -135,31 +140,48 @@ class RankExperts:
                     expected[layer, expert] = int(known[idx, expert])
                 if expert not in self._held.layers[layer].held:
                     missing.add((layer, expert))
-        tables = {
-            layer: replica_table(placement, layer, self._ep.rank, self._held.ranks_per_node).to(self._held.device)
-            for layer in placement.layers
-        }
-        self._round = _Round(message.round_id, placement, expected, missing, tables)
+        self._round = current = _Round(message.round_id, placement, expected, missing)
         if not missing:
-            self._round.is_done = True
-        elif message.source == "files":
-            threading.Thread(
-                target=self._read_all, args=(self._round,), name="lockstep-experts", daemon=True
-            ).start()
+            current.arrived.put(None)
+        threading.Thread(
+            target=self._get_ready, args=(current, message.source), name="lockstep-experts", daemon=True
+        ).start()
 
-    def _read_all(self, current: _Round) -> None:
-        """From the checkpoint, beside the steps."""
+    def _get_ready(self, current: _Round, source: str) -> None:
+        """The thread of a round: the replica tables, then experts from files or as they arrive."""
         try:
-            with torch.inference_mode(), WeightSource(self._held.folder) as source:
-                reader = PartReader(source, self._held.device, self._held.storage)
-                for layer, expert in sorted(current.missing):
-                    if current.is_over:
-                        return
-                    name = expert_name(layer_prefix(layer), expert)
-                    self._accept(current, (layer, expert), read_mlp(reader, name, self._held.model), source.folder)
+            with torch.inference_mode():
+                for layer in current.placement.layers:
+                    table = replica_table(current.placement, layer, self._ep.rank, self._held.ranks_per_node)
+                    current.tables[layer] = table.to(self._held.device)
+                if source == "files":
+                    self._read_files(current)
+                else:
+                    self._take_arrived(current)
+            left = current.missing - current.ready.keys()
+            if left and not current.is_over:
+                raise ValueError(f"layer {min(left)[0]}, expert {min(left)[1]} has come from nowhere")
         except Exception as error:  # noqa: BLE001  (whatever it is, this round fails and the steps go on)
-            current.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            current.error = " ".join(str(error).split()) or type(error).__name__
         current.is_done = True
+
+    def _read_files(self, current: _Round) -> None:
+        held = self._held
+        with WeightSource(held.folder) as source:
+            reader = PartReader(source, held.device, held.storage)
+            for layer, expert in sorted(current.missing):
+                if current.is_over:
+                    return
+                name = expert_name(layer_prefix(layer), expert)
+                self._accept(current, (layer, expert), read_mlp(reader, name, held.model), str(source.folder))
+
+    def _take_arrived(self, current: _Round) -> None:
+        held = self._held
+        while (arrived := current.arrived.get()) is not None:
+            move, values = arrived
+            name = expert_name(layer_prefix(move.layer), move.expert)
+            mlp = from_values(values, held.device, held.storage, name, held.model)
+            self._accept(current, (move.layer, move.expert), mlp, f"rank {move.source}")
 
     def _move(self, message: MoveWeights) -> None:
         """One exchange; every rank makes it, also one that neither gives nor takes."""
@@ -168,46 +190,42 @@ class RankExperts:
         coming = [move for move in batch.moves if move.target == self._ep.rank]
         size = self._ep.size
         width = batch.end - batch.begin
-        rows = [self._values(move)[batch.begin : batch.end] for move in mine]  # in order of target
+        rows = [self._values(move, batch) for move in mine]  # in order of target
         given = torch.stack(rows) if rows else torch.empty(0, width, device=self._held.device)
         send = [sum(move.target == rank for move in mine) for rank in range(size)]
         receive = [sum(move.source == rank for move in coming) for rank in range(size)]
         got = self._ep.all_to_all_uneven(given, send, receive).wait()  # [len(coming), width] in order of source
         current = self._round
-        if current is None or current.round_id != message.round_id or current.is_over:
+        if current is None or current.round_id != message.round_id:
             return
         by_source = sorted(coming, key=lambda move: move.source)  # stable: the sender's order within a source
         for move, values in zip(by_source, got, strict=True):
             self._collect(current, move, batch, values)
-        if message.is_last and not current.is_done:
-            left = current.missing - current.ready.keys()
-            if left and not current.error:
-                current.error = f"layer {min(left)[0]}, expert {min(left)[1]}: no rank has sent it"
-            current.is_done = True
+        if message.is_last:
+            current.arrived.put(None)
 
-    def _values(self, move: Move) -> Tensor:
-        """[num_values] of an expert that is here."""
-        return values_of(self._held.layers[move.layer].mlp(move.expert))
+    def _values(self, move: Move, batch: Batch) -> Tensor:
+        """[end - begin] values of an expert that is here."""
+        key = (move.layer, move.expert)
+        values = self._giving.get(key)
+        if values is None:
+            values = values_of(self._held.layers[move.layer].mlp(move.expert))
+        if batch.end < len(values):
+            self._giving[key] = values
+        else:
+            self._giving.pop(key, None)
+        return values[batch.begin : batch.end]
 
     def _collect(self, current: _Round, move: Move, batch: Batch, values: Tensor) -> None:
         key = (move.layer, move.expert)
-        if current.error:
-            return
         total = num_values(self._held.model)
-        if key not in current.parts:
+        if batch.begin == 0:
             current.parts[key] = torch.empty(total, device=self._held.device)
         current.parts[key][batch.begin : batch.end] = values
-        if batch.end < total:
-            return
-        whole = current.parts.pop(key)
-        name = expert_name(layer_prefix(move.layer), move.expert)
-        try:
-            mlp = from_values(whole, self._held.device, self._held.storage, name, self._held.model)
-            self._accept(current, key, mlp, f"rank {move.source}")
-        except ValueError as error:
-            current.error = " ".join(str(error).split())
+        if batch.end == total:
+            current.arrived.put((move, current.parts.pop(key)))
 
-    def _accept(self, current: _Round, key: Key, mlp: GatedMlp, source: object) -> None:
+    def _accept(self, current: _Round, key: Key, mlp: GatedMlp, source: str) -> None:
         """Raises ValueError naming layer, expert and source when the weights are not those that others serve."""
         found = fingerprint(mlp)
         expected = current.expected.get(key)
@@ -241,4 +259,6 @@ class RankExperts:
     def _forget(self) -> None:
         if self._round is not None:
             self._round.is_over = True
+            self._round.arrived.put(None)
         self._round = None
+        self._giving.clear()

@@ -1,4 +1,4 @@
-"""The controller's side of expert placement: loads in, a better placement out, and all ranks changed between two steps."""
+"""The controller's side of expert placement: loads in, a better placement out, all ranks changed between two steps."""
 
 from __future__ import annotations
 

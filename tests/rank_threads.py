@@ -14,8 +14,8 @@ from parallel.ledger import Ledger
 from runtime.config import EngineConfig
 from runtime.engine import Deployment, Engine
 from runtime.loading import LoadedModel, load_model, read_facts
-from runtime.plan import StepPlan, StepResult, decode_section, encode_step
 from runtime.placement_messages import PlacementReply, PlacementRequest
+from runtime.plan import StepPlan, StepResult, decode_section, encode_step
 from runtime.rank import Rank
 from runtime.rank_messages import decode_control, encode_control
 from runtime.sizing import choose_sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,7 +65,7 @@ def from_values(
 
 def fingerprint(mlp: GatedMlp) -> int:
     """64 bits over the values that the expert multiplies with, the same wherever they came from."""
-    data = memoryview(values_of(mlp).cpu().contiguous().numpy()).cast("B")
+    data = values_of(mlp).cpu().contiguous().numpy().view(np.uint8).data
     total = len(data)
     for begin in range(0, len(data), _PIECE):
         total = (total * _MIX + checksum(data[begin : begin + _PIECE], begin)) & MASK

@@ -117,7 +117,7 @@ def test_experts_stay_where_they_are() -> None:
     kept = (moved.experts == first.experts).mean()
     assert kept > 0.3, kept
     held = moved.holds() & first.holds()
-    stays = [(l, e, r) for l, e, r in zip(*np.nonzero(held), strict=True)]
+    stays = [(layer, e, r) for layer, e, r in zip(*np.nonzero(held), strict=True)]
     for layer, expert, rank in stays:
         old_slot, new_slot = ((p.experts[layer, rank] == expert).argmax() for p in (first, moved))
         assert old_slot == new_slot, "an expert that stays keeps its slot"
