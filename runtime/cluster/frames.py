@@ -72,20 +72,21 @@ class FrameDecoder:
         return frames
 
     def _next(self) -> Frame | None:
-        if len(self._buffer) < HEADER_BYTES:
-            self._check_start()
+        buffer = self._buffer
+        if len(buffer) < HEADER_BYTES:
+            if buffer:
+                self._check_start()
             return None
-        header = bytes(self._buffer[:HEADER_BYTES])
-        _, _, kind, epoch, length, sequence, check = self._checked(header)
+        _, _, kind, epoch, length, sequence, check = self._checked(bytes(buffer[:HEADER_BYTES]))
         end = HEADER_BYTES + length
-        if len(self._buffer) < end:
+        if len(buffer) < end:
             return None
-        with memoryview(self._buffer) as view:
+        with memoryview(buffer) as view:
             body = bytes(view[HEADER_BYTES:end])
         found = checksum(body, sequence)
         if found != check:
             raise FrameDamaged(f"{self._peer}: frame {sequence} has checksum {found:#x}, expected {check:#x}")
-        del self._buffer[:end]
+        del buffer[:end]
         self._sequence = sequence
         return Frame(kind, epoch, body)
 
@@ -93,7 +94,8 @@ class FrameDecoder:
         """The fields of a header that is whole, of this version, next in order and not too long."""
         fields: tuple[bytes, int, int, int, int, int, int] = _FIELDS.unpack_from(header)
         magic, version, _, _, length, sequence, _ = fields
-        self._check_start()
+        if magic != MAGIC:
+            self._check_start()
         if zlib.crc32(header[: _FIELDS.size]) != _CRC.unpack_from(header, _FIELDS.size)[0]:
             raise FrameDamaged(f"{self._peer}: the header after frame {self._sequence} is damaged")
         if version != VERSION:

@@ -225,6 +225,30 @@ def test_a_rank_that_never_reads_is_named(two: World) -> None:
     assert ports.results[3].receive(SOON_S) == b"but it can still tell why"
 
 
+def test_results_wait_while_the_controller_is_away(two: World) -> None:
+    """40 MB: more than sockets and queue take. Ranks are held up, nothing is lost, and the relay lives."""
+    ports = two.hub.open_epoch(EpochMemory(epoch=1, node_of_rank=NODE_OF_RANK, plan_bytes=100, result_bytes=1 << 20))
+    two.hub.wait_open(SOON_S)
+    rank = two.rank(1, 3)
+    results = [bytes([number]) * (1 << 20) for number in range(40)]
+
+    def send() -> None:
+        for result in results:
+            while True:
+                with contextlib.suppress(ReaderLagging):
+                    rank.results.send(result, 0.1)
+                    break
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    assert [ports.results[3].receive(SOON_S) for _ in results] == results
+    thread.join()
+    assert two.hub.fault() is None
+    two.until(lambda: ports.vitals.read()[3].pid)
+
+
 def test_a_rank_that_left_is_named(two: World) -> None:
     ports = two.hub.open_epoch(memory(1))
     two.hub.wait_open(SOON_S)
