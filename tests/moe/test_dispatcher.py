@@ -27,10 +27,10 @@ KINDS: list[DispatchKind] = ["all_gather", "all_to_all"]
 LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2), Layout(dp=4), Layout(tp=4), Layout(dp=2, tp=2)]
 
 
-def back_end(kind: DispatchKind, group: Group) -> Dispatcher:
+def back_end(kind: DispatchKind, group: Group, num_local_experts: int | None = None) -> Dispatcher:
     """Also for a group of one, for which make_dispatcher takes the local one."""
     make = AllGatherDispatcher if kind == "all_gather" else AllToAllDispatcher
-    return make(group, NUM_EXPERTS // group.size)
+    return make(group, num_local_experts or NUM_EXPERTS // group.size)
 
 
 def random_tokens(counts: list[int], seed: int = 0) -> list[Tensor]:
