@@ -6,13 +6,19 @@ the same order, with zero rows too. Inputs must not be changed before `wait` has
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from parallel.abort import AbortSignal
+
+SLICE_S = 0.05  # of waiting, where a wait may be called off
 
 Result = TypeVar("Result", covariant=True)
 
@@ -106,26 +112,34 @@ class SoloGroup:
 
 
 class ProcessGroup:
-    """One process for each rank, over a torch.distributed group (gloo or NCCL)."""
+    """One process for each rank, over a torch.distributed group (gloo or NCCL). `abort` calls waits of the host off."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup, abort: AbortSignal | None = None) -> None:
         self.name = name
         self.rank, self.size = group.rank(), group.size()
-        self._group = group
+        self._group, self._abort = group, abort
+
+    def release(self) -> dist.ProcessGroup:
+        """The group inside, for whoever ends it; this one can do nothing more."""
+        group = self._group
+        del self._group
+        return group
 
     def all_gather(self, x: Tensor) -> Pending:
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        return _Work(dist.all_gather_into_tensor(out, x.contiguous(), group=self._group, async_op=True), out)
+        work = dist.all_gather_into_tensor(out, x.contiguous(), group=self._group, async_op=True)
+        return _Work(work, out, self._abort)
 
     def reduce_scatter(self, x: Tensor) -> Pending:
         assert x.shape[0] % self.size == 0, (x.shape, self.size)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        return _Work(dist.reduce_scatter_tensor(out, x.contiguous(), group=self._group, async_op=True), out)
+        work = dist.reduce_scatter_tensor(out, x.contiguous(), group=self._group, async_op=True)
+        return _Work(work, out, self._abort)
 
     def all_to_all(self, x: Tensor) -> Pending:
         assert x.shape[0] % self.size == 0, (x.shape, self.size)
         x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        return _Work(dist.all_to_all_single(out, x, group=self._group, async_op=True), out)
+        return _Work(dist.all_to_all_single(out, x, group=self._group, async_op=True), out, self._abort)
 
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         assert x.shape[0] == sum(send), (x.shape, send)
@@ -133,7 +147,7 @@ class ProcessGroup:
         work = dist.all_to_all_single(
             out, x.contiguous(), list(receive), list(send), group=self._group, async_op=True
         )
-        return _Work(work, out)
+        return _Work(work, out, self._abort)
 
     def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
         # The library must know sizes beforehand: padding costs bytes, asking a second way through the network.
@@ -166,13 +180,30 @@ class _Padded:
 
 
 class _Work:
-    __slots__ = ("_out", "_work")
+    __slots__ = ("_abort", "_out", "_work")
 
-    def __init__(self, work: dist.Work | None, out: Tensor) -> None:
-        self._work, self._out = work, out
+    def __init__(self, work: dist.Work | None, out: Tensor, abort: AbortSignal | None) -> None:
+        self._work, self._out, self._abort = work, out, abort
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            if self._abort is not None and self._out.device.type == "cpu":
+                _wait_or_abort(self._work, self._abort)
+            else:
+                self._work.wait()  # on an accelerator its stream waits, not the host
             self._work = None
         return self._out
+
+
+def _wait_or_abort(work: dist.Work, abort: AbortSignal) -> None:
+    while True:
+        abort.raise_if_set()
+        begin = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=SLICE_S))
+        except RuntimeError:  # the slice is over, or the work failed: not every kind of work says that it ended
+            if work.is_completed() or time.monotonic() < begin + 0.9 * SLICE_S:
+                work.wait()
+                return
+        else:
+            return

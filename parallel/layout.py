@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel.abort import AbortSignal
 from parallel.group import Group, ProcessGroup, SoloGroup
 from parallel.ledger import Ledger, LedgerGroup
 from parallel.trace import Recorder
@@ -54,13 +55,16 @@ def with_ledger(groups: RankGroups, ledger: Ledger) -> RankGroups:
     return replace(groups, tp=LedgerGroup(groups.tp, ledger), ep=LedgerGroup(groups.ep, ledger), ledger=ledger)
 
 
-def build_groups(layout: Layout, device_type: str) -> RankGroups:
-    """Groups of this process, once torch.distributed runs with `layout.ep` ranks. Collective: every rank calls it."""
+def build_groups(layout: Layout, device_type: str, abort: AbortSignal | None = None) -> RankGroups:
+    """Groups of this process, once torch.distributed runs with `layout.ep` ranks. Collective: every rank calls it.
+
+    `abort` calls off waits for ranks on the CPU.
+    """
     assert dist.get_world_size() == layout.ep, (dist.get_world_size(), layout)
     mesh = init_device_mesh(device_type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
-    tp: Group = ProcessGroup("tp", mesh.get_group("tp")) if layout.tp > 1 else SoloGroup("tp")
+    tp: Group = ProcessGroup("tp", mesh.get_group("tp"), abort) if layout.tp > 1 else SoloGroup("tp")
     ep: Group = SoloGroup("ep")
     if layout.ep > 1:
         assert dist.group.WORLD is not None
-        ep = ProcessGroup("ep", dist.group.WORLD)
+        ep = ProcessGroup("ep", dist.group.WORLD, abort)
     return RankGroups(tp=tp, ep=ep)
