@@ -141,7 +141,7 @@ def _generate_options(*, max_restarts: int | None = None, **given: Any) -> Gener
 
 def _like_generate(command: Callable[..., int]) -> Callable[..., int]:
     """A command with the options of `generate` beside its own; it gets them by name in `shared`."""
-    own, shared = inspect.signature(command), inspect.signature(generate)
+    own, shared = inspect.signature(command, eval_str=True), inspect.signature(generate, eval_str=True)
     named = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     parameters = [p for name, p in shared.parameters.items() if name != "max_restarts"] + named
 

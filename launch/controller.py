@@ -1,4 +1,4 @@
-"""The controller of a cluster: listens, waits for the workers of all ranks, and makes of them an engine's deployment."""
+"""The controller of a cluster: listens, waits for the workers of all ranks, and makes of them a deployment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ START_STALL_S = 15.0  # of silence while a rank loads: it may hold its interpret
 
 
 class Controller:
-    """Listens from the start; `deploy` waits for the workers. Use as a context: what `deploy` made must be closed first."""
+    """Listens from the start; `deploy` waits for the workers. Close what `deploy` made before this."""
 
     def __init__(self, config: LaunchConfig, engine_config: EngineConfig, *, listen: str | None = None) -> None:
         """`listen`: HOST:PORT in the place of `cluster.bind`. Raises ValueError for what cannot work."""
@@ -72,7 +72,7 @@ class Controller:
         config, cluster = self._engine_config, self._config.cluster
         facts = read_facts(config)
         sizes = choose_sizes(config, facts)
-        rules = LaunchRules(config.layout.ep, gather_facts(self._config, None))
+        rules = LaunchRules(config.layout.ep, gather_facts(self._config, None), cluster.may_differ)
         memory = partial(_memory, config.layout, _MemorySizes.of(config, sizes))
         made = self._cluster = Cluster(self._acceptor, config.layout, rules, memory, _limits(cluster, gather_s))
         made.gather()
@@ -89,6 +89,16 @@ class Controller:
             bytes_read=tuple(rank["bytes_read"] for rank in reported),
             restarts=RestartLimits(max_restarts=cluster.max_restarts, window_s=cluster.restart_window_s),
         )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether workers were told of a failure."""
+        return self._cluster is not None and self._cluster.farewell.code != 0
+
+    def interrupt(self, code: int, text: str) -> None:
+        """Have workers exit with `code` when this ends well or badly, from a signal's handler."""
+        if self._cluster is not None:
+            self._cluster.interrupt(code, text)
 
     def close(self, code: int = 0, text: str = "") -> None:
         """End everything that is left; may be called twice."""

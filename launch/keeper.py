@@ -10,13 +10,14 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from launch.exit_codes import EXIT_CONFIG, EXIT_ENGINE, EXIT_OK, EXIT_PEER_LOST, exit_code_of_signal
 from launch.keeper_children import Child, RankChild
+from runtime.cluster.grants import Grant
 from runtime.cluster.keeper_messages import (
     KEEPER_FRAME,
     Abort,
@@ -31,7 +32,8 @@ from runtime.cluster.keeper_messages import (
     RankStanding,
     RestartRelay,
     Standing,
-    decode,
+    ToKeeper,
+    decode_to_keeper,
     encode,
 )
 from runtime.cluster.line import FrameLine
@@ -52,23 +54,6 @@ class Starter(Protocol):
     def start_relay(self) -> Child | None: ...
 
 
-class GrantLike(Protocol):
-    """The memory of this rank in an epoch (runtime/cluster/grants.py)."""
-
-    plans_fd: int
-    reader_index: int
-    results_fd: int
-    vitals_fd: int
-    vitals_index: int
-    segments: Mapping[str, int]
-    slot_bytes: int
-
-    @property
-    def fds(self) -> list[int]: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """How a keeper ends: its exit code, and a line for whoever started it unless it is ""."""
@@ -84,7 +69,7 @@ class Keeper:
     """
 
     def __init__(
-        self, line: FrameLine, starter: Starter, *, host: str, fetch: Callable[[int, float], GrantLike], spare: bool
+        self, line: FrameLine, starter: Starter, *, host: str, fetch: Callable[[int, float], Grant], spare: bool
     ) -> None:
         self._line, self._starter, self._host, self._fetch = line, starter, host, fetch
         self._with_spare = spare
@@ -117,14 +102,12 @@ class Keeper:
                 self._end_all()
 
     def _wait(self) -> None:
-        watched = [self._line, self._signals]
         children = [child for child in (self._current, self._spare, self._relay) if child is not None]
         fds = [child.pidfd for child in children]
         fds += [child.socket.fileno() for child in children if isinstance(child, RankChild) and child.hears]
         until = min(self._leave_by, self._relay_due or float("inf"), self._pinged + PING_S)
-        with suppress(InterruptedError):
-            select.select([*watched, *fds], [self._line] if self._line.wants_write else [], [],
-                          max(until - time.monotonic(), 0.0))
+        fds += [self._line.fileno(), self._signals.fileno()]
+        select.select(fds, [self._line] if self._line.wants_write else [], [], max(until - time.monotonic(), 0.0))
 
     def _turn(self, now: float) -> None:
         """One look at everything."""
@@ -211,13 +194,13 @@ class Keeper:
             self._line.flush()
             for frame in self._line.receive():
                 if frame.kind == KEEPER_FRAME and self._verdict is None:
-                    self._obey(decode(frame.body, Join, Abort, RestartRelay, Ping, End))
+                    self._obey(decode_to_keeper(frame.body))
         except LineError as error:
             self._end(EXIT_PEER_LOST, f"the controller is gone: {error}")
         except ValueError as error:
             self._end(EXIT_CONFIG, f"the controller sent what cannot be read: {error}")
 
-    def _obey(self, message: Join | Abort | RestartRelay | Ping | End) -> None:
+    def _obey(self, message: ToKeeper) -> None:
         if isinstance(message, Join):
             self._join(message)
         elif isinstance(message, Abort):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launch.rank_epochs import ClusterRankSpec
 from runtime.cluster.fd_passing import receive_message, send_message
-from runtime.cluster.keeper_messages import RankAbort, RankJoin, RankLoaded, RankStanding, decode, encode
+from runtime.cluster.keeper_messages import FromRank, ToRank, decode_from_rank, encode
 from runtime.cluster.line_errors import LineError
 
 RANK_MODULE = "launch.rank_epochs"
@@ -56,11 +56,11 @@ class RankChild(Child):
         self.hears = True  # whether something may come from it
         sock.setblocking(False)
 
-    def tell(self, message: RankJoin | RankAbort, fds: Sequence[int] = ()) -> None:
+    def tell(self, message: ToRank, fds: Sequence[int] = ()) -> None:
         with suppress(LineError, BlockingIOError):  # it has ended: its pidfd says so; or it stands still
             send_message(self.socket, encode(message), fds)
 
-    def hear(self) -> RankStanding | RankLoaded | None:
+    def hear(self) -> FromRank | None:
         """The next message if there is one; `hears` is false after the last."""
         try:
             data, _ = receive_message(self.socket)
@@ -69,7 +69,7 @@ class RankChild(Child):
         except LineError:
             self.hears = False
             return None
-        return decode(data, RankStanding, RankLoaded)
+        return decode_from_rank(data)
 
     def reap(self) -> int:
         self.socket.close()

@@ -13,8 +13,8 @@ from runtime.cluster.keeper_messages import Hello
 class LaunchRules:
     """For a deployment of `num_ranks` ranks whose controller has `facts` of its own (launch/preflight.py)."""
 
-    def __init__(self, num_ranks: int, facts: Mapping[str, str]) -> None:
-        self._num_ranks, self._facts = num_ranks, facts
+    def __init__(self, num_ranks: int, facts: Mapping[str, str], may_differ: Sequence[str] = ()) -> None:
+        self._num_ranks, self._facts, self._may_differ = num_ranks, facts, may_differ
 
     def arrived(self, hello: Hello) -> Hello:
         return replace(hello, facts=preflight.arrived(hello.facts))
@@ -24,7 +24,8 @@ class LaunchRules:
 
     def compare(self, hellos: Sequence[Hello]) -> None:
         facts = {hello.rank: hello.facts for hello in hellos}
-        table = preflight.compare({preflight.CONTROLLER: preflight.arrived(preflight.stamp(self._facts)), **facts})
+        facts[preflight.CONTROLLER] = preflight.arrived(preflight.stamp(self._facts))
+        table = preflight.compare(facts, may_differ=self._may_differ)
         if table is not None:
             raise ValueError(table)
 

@@ -19,11 +19,7 @@ from typing import Any, Protocol
 from launch.rank_main import EXIT_FAILED, EXIT_OK, EXIT_ORPHANED, die_with_parent, exit_if_orphaned
 from parallel.abort import AbortSignal
 from runtime.cluster.fd_passing import close_all, receive_message, send_message
-from runtime.cluster.fd_passing import close_all, receive_message, send_message
-from runtime.cluster.fd_passing import close_all, receive_message, send_message
-from runtime.cluster.keeper_messages import RankAbort, RankJoin, RankLoaded, RankStanding, decode, encode
-from runtime.cluster.line_errors import LineError
-from runtime.cluster.line_errors import LineError
+from runtime.cluster.keeper_messages import FromRank, RankJoin, RankLoaded, RankStanding, decode_to_rank, encode
 from runtime.cluster.line_errors import LineError
 from runtime.rank_loop import Ending, RankLoop, Served
 from runtime.ring import RingError, RingReader, RingWriter
@@ -85,7 +81,7 @@ class KeeperSocket:
         self._called_off = 0  # the last epoch that is known to be over
         threading.Thread(target=self._read, name="lockstep-keeper", daemon=True).start()
 
-    def tell(self, message: RankStanding | RankLoaded) -> None:
+    def tell(self, message: FromRank) -> None:
         try:
             send_message(self._sock, encode(message))
         except LineError:
@@ -114,7 +110,7 @@ class KeeperSocket:
                 data, fds = receive_message(self._sock)
             except LineError:
                 os._exit(EXIT_ORPHANED)
-            message = decode(data, RankJoin, RankAbort)
+            message = decode_to_rank(data)
             if isinstance(message, RankJoin):
                 self._joins.put((message, fds))
             else:

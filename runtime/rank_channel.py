@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from parallel.layout import Layout
 from runtime.channel import RankFailure
-from runtime.inbox import Inbox
 from runtime.ledger_check import LedgerCheck
 from runtime.placement_messages import PlacementReply, PlacementRequest
 from runtime.plan import StepPlan, StepResult, encode_step
@@ -28,16 +27,33 @@ from runtime.rank_messages import (
     kind_of,
     result_of,
 )
-from runtime.rank_watch import Diagnosis, RankWatch, rank_names
+from runtime.rank_watch import Diagnosis, RankWatch, VitalsReader, rank_names
 from runtime.result_codec import decode_result
-from runtime.ring import MessageTooLarge, RingDamaged, RingError, RingWriter
+from runtime.ring import MessageTooLarge, RingDamaged, RingError
 from runtime.sizing import Sizes
 from runtime.trace import ProcessTrace
-from runtime.vitals import Vitals
 
 LOOK_S = 0.05  # between two looks at the ranks
 CLOSE_S = 3.0  # how long ranks may take to end by themselves
 TRACE_S = 5.0  # ... and to send the last pages of a trace
+
+
+class PlanSender(Protocol):
+    """What is needed of RingWriter; a ring of another host has it, too."""
+
+    def send(self, data: bytes, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ResultReceiver(Protocol):
+    """What is needed of Inbox."""
+
+    def try_receive(self) -> bytes | None: ...
+
+    def receive(self, timeout_s: float) -> bytes | None: ...
+
+    def close(self) -> None: ...
 
 
 class RankChannel:
@@ -47,8 +63,8 @@ class RankChannel:
     """
 
     def __init__(
-        self, layout: Layout, plans: RingWriter, results: Sequence[Inbox], vitals: Vitals, watch: RankWatch,
-        *, step_timeout_s: float, store: object = None,
+        self, layout: Layout, plans: PlanSender, results: Sequence[ResultReceiver], vitals: VitalsReader,
+        watch: RankWatch, *, step_timeout_s: float, store: object = None,
     ) -> None:
         self._layout = layout
         self._plans = plans

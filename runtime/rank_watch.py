@@ -17,7 +17,7 @@ from typing import Protocol
 
 from parallel.layout import Layout
 from runtime.rank_messages import Failure
-from runtime.vitals import FAILED, STARTING, RankVital, Vitals
+from runtime.vitals import FAILED, STARTING, RankVital
 
 ENDED, STANDS_STILL, RAISED, LOST_CONNECTION = range(4)  # in order of preference
 
@@ -52,6 +52,14 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
+class VitalsReader(Protocol):
+    """What is needed of Vitals."""
+
+    def read(self) -> list[RankVital]: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, order=True)
 class _Suspect:
     category: int
@@ -77,7 +85,7 @@ class RankWatch:
     """Looks at all ranks whenever `look` is called, and decides when it is sure."""
 
     def __init__(
-        self, names: Sequence[str], processes: Sequence[Process], vitals: Vitals, patience: Patience
+        self, names: Sequence[str], processes: Sequence[Process], vitals: VitalsReader, patience: Patience
     ) -> None:
         self._names = names
         self._processes = processes

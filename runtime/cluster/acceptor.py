@@ -9,10 +9,11 @@ import os
 import queue
 import socket
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runtime.cluster.keeper_messages import KEEPER_FRAME, Hello, decode
+from runtime.cluster.keeper_messages import KEEPER_FRAME, Hello, decode_hello
 from runtime.cluster.line import Frame, FrameDamaged, FrameLine, LineError, accept_line
 from runtime.cluster.relay_hub import read_hello
 from runtime.cluster.relay_messages import RelayHello
@@ -20,6 +21,7 @@ from runtime.cluster.relay_messages import RelayHello
 HANDSHAKE_S = 5.0
 HELLO_S = 60.0  # a keeper looks at the files of its model before it says hello
 MAX_AT_ONCE = 256  # connections that have not said hello
+PAUSE_S = 0.05
 MAX_REFUSALS = 8  # kept for messages
 
 
@@ -83,13 +85,14 @@ class Acceptor:
             self._event = -1
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        while True:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
                 if self._is_closed:
                     return
-                continue  # too many descriptors, or the peer has left already
+                time.sleep(PAUSE_S)  # too many descriptors, or the peer has left already
+                continue
             if not self._slots.acquire(blocking=False):
                 connection.close()
                 continue
@@ -127,7 +130,7 @@ def _meet(connection: socket.socket, secret: bytes, dead_after_s: float) -> Arri
         first, *rest = line.wait(HELLO_S)
         if first.kind != KEEPER_FRAME:
             raise FrameDamaged(f"{line.peer} begins with a frame of kind {first.kind}, expected {KEEPER_FRAME}")
-        return Arrival(line=line, hello=decode(first.body, Hello), frames=tuple(rest))
+        return Arrival(line=line, hello=decode_hello(first.body), frames=tuple(rest))
     except BaseException:
         line.close()
         raise

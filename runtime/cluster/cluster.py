@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from parallel.layout import Layout
@@ -22,10 +22,10 @@ from runtime.cluster.keeper_lines import KeeperLines
 from runtime.cluster.keeper_messages import (
     Abort,
     End,
+    FromKeeper,
     GaveUp,
     Hello,
     JoinFailed,
-    Ping,
     RankEnded,
     RestartRelay,
     Standing,
@@ -53,11 +53,13 @@ SizesOf = Callable[[Sequence[Mapping[str, int]]], Sizes]
 class ClusterLimits:
     """How long, in seconds, is waited for what: fields of [cluster] in launch/config.py.
 
-    `gather_s`: for the first keeper; None waits for ever. `patience`: with the ranks of an epoch.
+    `gather_s`: for the first keeper; None waits for ever. `start_s`: for processes to be up, for the first time.
+    `patience`: with the ranks of an epoch.
     """
 
     gather_s: float | None = None
     join_s: float = 25.0
+    start_s: float = 300.0
     stall_s: float = 3.0
     reform_s: float = 60.0
     patience: Patience = Patience()
@@ -121,6 +123,7 @@ class Cluster:
         self._watch: ClusterWatch | None = None
         self._sizes: Sizes | None = None
         self._is_closed = False
+        self.farewell = End(code=EXIT_OK, text="")  # what workers are, or were, told in the end
 
     @property
     def address(self) -> tuple[str, int]:
@@ -167,7 +170,7 @@ class Cluster:
             return self._sizes
 
         try:
-            return self._form(remember, time.monotonic() + self._limits.reform_s)
+            return self._form(remember, self._limits.start_s)
         except ValueError as error:
             self.close(EXIT_CONFIG, str(error))
             raise
@@ -178,26 +181,32 @@ class Cluster:
     def recover(self) -> RankChannel:
         """Another epoch of the same sizes, once the channel of the last one has raised RankFailure.
 
-        Raises CannotRecover when not all ranks are there within `reform_s`; RankFailure when one fails again, ValueError
-        when a rank finds a mistake of the user's: both may be tried again.
+        CannotRecover: not all ranks are there within `reform_s`, RankFailure when one fails again, ValueError
+        when a rank finds a mistake of the user's.
         """
-        deadline = time.monotonic() + self._limits.reform_s
+        begin = time.monotonic()
         while True:
             self._call_off()
             try:
-                return self._form(self._same_sizes, deadline)
+                return self._form(self._same_sizes, self._limits.reform_s - (time.monotonic() - begin))
             except LineError:  # a relay that is not up, or stands still: it is replaced
                 self._wait(RETRY_S)
+
+    def interrupt(self, code: int, text: str) -> None:
+        """Whatever `close` is called with, this is what workers are told."""
+        self.farewell = End(code=code, text=text)
 
     def close(self, code: int = EXIT_OK, text: str = "") -> None:
         """End every rank, relay and keeper; they exit with `code` and say `text`. May be called twice; never raises."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self.farewell.code == EXIT_OK:
+            self.farewell = End(code=code, text=text)
         for arrival in self._acceptor.take():  # somebody who has just come wants to know, too
             if isinstance(arrival.hello, Hello):
-                self._keepers.dismiss(arrival.line, End(code=code, text=text))
-        self._keepers.end_all(End(code=code, text=text), CLOSE_S)
+                self._keepers.dismiss(arrival.line, self.farewell)
+        self._keepers.end_all(self.farewell, CLOSE_S)
         self._hub.close()
         self._acceptor.close()
 
@@ -214,8 +223,8 @@ class Cluster:
 
     # Forming an epoch and calling it off
 
-    def _form(self, sizes_of: SizesOf, deadline: float) -> RankChannel:
-        self._wait_for_all(deadline)
+    def _form(self, sizes_of: SizesOf, timeout_s: float) -> RankChannel:
+        self._wait_for_all(timeout_s)
         self._epoch += 1
         self._trouble = ""
         nodes = self._membership.nodes()
@@ -239,11 +248,13 @@ class Cluster:
             raise
         return channel
 
-    def _wait_for_all(self, deadline: float) -> None:
+    def _wait_for_all(self, timeout_s: float) -> None:
         """Until every rank has a free process and every node a relay."""
+        begin = time.monotonic()
         while missing := self._missing():
-            if time.monotonic() >= deadline:
-                raise CannotRecover(f"not all ranks are there within {self._limits.reform_s:g} s: {missing}")
+            waited_s = time.monotonic() - begin
+            if waited_s >= timeout_s:
+                raise CannotRecover(f"not all ranks are there after {waited_s:.0f} s: {missing}")
             self.poll(POLL_S)
             fault = self._hub.fault()
             if fault is not None:  # one that was there before has ended meanwhile
@@ -332,7 +343,7 @@ class Cluster:
             self._rules.compare([*others, hello])
         self._membership.hello(hello)
 
-    def _take(self, rank: int, message: Standing | RankEnded | JoinFailed | GaveUp | Ping) -> None:
+    def _take(self, rank: int, message: FromKeeper) -> None:
         if isinstance(message, Standing):
             self._membership.standing(rank, message)
         elif isinstance(message, RankEnded):

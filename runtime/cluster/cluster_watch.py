@@ -1,19 +1,19 @@
-"""A watch over ranks of several hosts: relays and keepers can be at fault, and nobody is killed for another's failure."""
+"""A watch over ranks of several hosts: relays and keepers can be at fault, and no rank is killed for another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from runtime.cluster.rank_handle import RankHandle
-from runtime.rank_watch import STANDS_STILL, Diagnosis, Patience, RankWatch
-from runtime.vitals import RankVital, Vitals
+from runtime.rank_watch import STANDS_STILL, Diagnosis, Patience, RankWatch, VitalsReader
+from runtime.vitals import RankVital
 
 
 class ClusterWatch(RankWatch):
     """`trouble` tells of what is wrong with relays or the forming of this epoch, "" while nothing is."""
 
     def __init__(
-        self, names: Sequence[str], handles: Sequence[RankHandle], vitals: Vitals, patience: Patience,
+        self, names: Sequence[str], handles: Sequence[RankHandle], vitals: VitalsReader, patience: Patience,
         trouble: Callable[[], str],
     ) -> None:
         super().__init__(names, handles, vitals, patience)

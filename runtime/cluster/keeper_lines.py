@@ -9,22 +9,15 @@ from contextlib import suppress
 
 from runtime.cluster.keeper_messages import (
     KEEPER_FRAME,
-    Abort,
     End,
-    GaveUp,
-    Join,
-    JoinFailed,
+    FromKeeper,
     Ping,
-    RankEnded,
-    RestartRelay,
-    Standing,
-    decode,
+    ToKeeper,
+    decode_from_keeper,
     encode,
 )
 from runtime.cluster.line import Frame, FrameLine, LineError
 
-FromKeeper = Standing | RankEnded | JoinFailed | GaveUp | Ping
-ToKeeper = Join | Abort | RestartRelay | Ping | End
 PING_S = 1.0
 DUE_S = 0.01
 DISMISS_S = 3.0
@@ -103,7 +96,7 @@ class KeeperLines:
         messages: list[FromKeeper] = []
         try:
             for frame in frames:
-                messages.append(decode(frame.body, Standing, RankEnded, JoinFailed, GaveUp, Ping))
+                messages.append(decode_from_keeper(frame.body))
         except ValueError as error:
             self._lose(rank, error)
         return messages
@@ -135,7 +128,7 @@ class KeeperLines:
         self._lost, self._leaving = [], []
 
     def _see_off(self) -> None:
-        """Let go of the lines of those who were dismissed once they have closed them: closing first could lose words."""
+        """Let go of lines to the dismissed once they have closed them: closing first could lose words."""
         for line, until in list(self._leaving):
             try:
                 line.flush()

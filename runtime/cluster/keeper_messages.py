@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, get_args
 
 import msgpack  # type: ignore[import-untyped]
 
 KEEPER_FRAME = 1  # the kind of frame (runtime/cluster/line.py) that these messages travel in
 
-Message = TypeVar("Message")
-Address = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +143,10 @@ class RankAbort:
     epoch: int
 
 
-_KINDS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        Hello, Standing, RankEnded, JoinFailed, GaveUp, Join, Abort, RestartRelay, Ping, End, RankStanding, RankLoaded,
-        RankJoin, RankAbort,
-    )
-}
+FromKeeper = Standing | RankEnded | JoinFailed | GaveUp | Ping  # after Hello
+ToKeeper = Join | Abort | RestartRelay | Ping | End
+FromRank = RankStanding | RankLoaded
+ToRank = RankJoin | RankAbort
 _CHECKS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "float": (int, float)}
 _ITEMS: dict[str, type] = {"Sequence[int]": int, "Sequence[str]": str}
 
@@ -162,15 +157,40 @@ def encode(message: object) -> bytes:
     return packed
 
 
-def decode(data: bytes | memoryview, *kinds: type[Message]) -> Message:
-    """A message of one of `kinds`. Raises ValueError, naming what came, for anything else."""
+def decode_hello(data: bytes) -> Hello:
+    """Raises ValueError, naming what came, for anything else; so do the following."""
+    message: Hello = _decode(data, (Hello,))
+    return message
+
+
+def decode_from_keeper(data: bytes) -> FromKeeper:
+    message: FromKeeper = _decode(data, get_args(FromKeeper))
+    return message
+
+
+def decode_to_keeper(data: bytes) -> ToKeeper:
+    message: ToKeeper = _decode(data, get_args(ToKeeper))
+    return message
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    message: FromRank = _decode(data, get_args(FromRank))
+    return message
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    message: ToRank = _decode(data, get_args(ToRank))
+    return message
+
+
+def _decode(data: bytes, kinds: Sequence[type[Any]]) -> Any:
     try:
         values: Any = msgpack.unpackb(data)
     except (ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"message of {len(data)} bytes is damaged: {error}") from None
     name = values.pop("type", None) if isinstance(values, dict) else None
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None or not issubclass(kind, kinds):
+    kind = next((kind for kind in kinds if kind.__name__ == name), None)
+    if kind is None:
         raise ValueError(f"message of type {name!r}: expected one of {', '.join(k.__name__ for k in kinds)}")
     types = {f.name: str(f.type) for f in fields(kind)}
     if set(values) != set(types):
@@ -178,8 +198,7 @@ def decode(data: bytes | memoryview, *kinds: type[Message]) -> Message:
     for field, value in values.items():
         if not _fits(types[field], value):
             raise ValueError(f"{name}.{field} = {value!r}: expected {types[field]}")
-    message: Message = kind(**values)
-    return message
+    return kind(**values)
 
 
 def _fits(type_name: str, value: object) -> bool:

@@ -29,7 +29,7 @@ class _Member:
 
 @dataclass
 class Membership:
-    """All ranks of a deployment. A rank is free when a process of it stands by and has left every epoch that is over."""
+    """All ranks of a deployment. A rank is free when a process of it stands by and has left what is over."""
 
     num_ranks: int
     over: int = 0  # the last epoch that is over

@@ -1,4 +1,4 @@
-"""A rank on another host as runtime/rank_watch.py sees it: a process of which keepers tell, and what to say of its end."""
+"""A rank on another host as runtime/rank_watch.py sees it: a process of which keepers tell."""
 
 from __future__ import annotations
 
