@@ -104,7 +104,18 @@ def make_engine(config: EngineConfig, restarts: RestartLimits | None = None) -> 
         return Engine(config)
     from launch.deployment import start
 
-    return Engine(config, deployment=start(config, restarts=restarts), on_event=report_recovery)
+    engine = Engine(config, deployment=start(config, restarts=restarts), on_event=report_recovery)
+    return engine if config.shares_memory else with_split_threshold(engine)
+
+
+def with_split_threshold(engine: Engine) -> Engine:
+    """The same engine, which knows from how many tokens on a step is best run as two halves if that was left open."""
+    from runtime.split_calibration import calibrate_split
+
+    line = calibrate_split(engine)
+    if line is not None:
+        sys.stderr.write(f"lockstep: split: {line}\n")
+    return engine
 
 
 def _rows(options: GenerateOptions, config: LaunchConfig) -> list[PromptRow]:

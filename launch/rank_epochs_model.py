@@ -13,6 +13,7 @@ from parallel.layout import RankGroups, with_ledger
 from parallel.ledger import Ledger
 from parallel.socket_group import ExchangeListener, build_host_groups, close_groups
 from parallel.switch_group import SwitchGroup
+from parallel.trace import Recorder
 from runtime.cluster.keeper_messages import RankJoin
 from runtime.futex import best_sleeper
 from runtime.loading import local_device
@@ -39,6 +40,7 @@ class ModelMember:
         self._ep = SwitchGroup("ep", spec.rank, layout.ep)
         self._groups: RankGroups | None = None  # of this epoch
         self._vitals: RankVitals | None = None
+        self._trace = Recorder()  # the model keeps it, as it keeps its groups
         self._served: ServedRank | None = None
 
     @property
@@ -46,7 +48,7 @@ class ModelMember:
         return self._listener.port
 
     def join(self, join: RankJoin, segments: Mapping[str, int], vitals: RankVitals) -> Served:
-        self._vitals = vitals
+        self._vitals, vitals.trace = vitals, self._trace
         vitals.phase("meeting the other ranks")
         vitals.waiting(text_field("rendezvous"))  # what goes wrong in here is the others' doing
         self._groups = groups = self._meet(join, segments)
@@ -76,7 +78,7 @@ class ModelMember:
 
     def _load(self) -> ServedRank:
         tp, ep = (group if group.size > 1 else SoloGroup(group.name) for group in (self._tp, self._ep))
-        groups = RankGroups(tp=tp, ep=ep)
+        groups = RankGroups(tp=tp, ep=ep, trace=self._trace)
         if self._config.debug:
             groups = with_ledger(groups, Ledger())
         return ServedRank(Rank.load(self._config, groups, phase=self._phase), self._spec.rank // self._config.tp)

@@ -31,7 +31,7 @@ class EngineConfig:
     `max_num_seqs`, `prefill_chunk_size` and the pages are those of one dp group. `dispatch_capacity`: most tokens that
     a rank sends to the experts at once (None: as many as a step can have); it must be the same on all ranks.
     `split`: whether a step runs as two halves; "auto" splits from `split_min_tokens` tokens a rank on, which is
-    measured at start-up where it is None (runtime/split_calibration.py).
+    measured at start-up where it is None and a network is between ranks (runtime/split_calibration.py), else never.
     `redundant_experts`: slots of a layer, over all ranks, beyond one for each expert; busy experts get them.
     `rebalance_steps`: steps after which experts are placed anew by what they were asked for; 0: only when told to;
     None: experts stay where they are, unless another of these keys says that they are placed.

@@ -15,6 +15,7 @@ from runtime.request_state import RequestState
 from runtime.sampling_params import EncodedParams
 from runtime.scheduler import CommittedRow, Scheduler, SchedulerLimits
 
+NEVER = 1 << 30  # tokens: more than a step can have
 Committed = tuple[CommittedRow, StepResult]
 
 
@@ -28,6 +29,9 @@ class StepPlanner:
     def __init__(self, config: EngineConfig, limits: SchedulerLimits) -> None:
         self._layout = config.layout
         self._config = config
+        # Of "auto". Unless somebody measures it (runtime/split_calibration.py), no split: without a network between
+        # ranks there is next to nothing to hide, and two halves read the weights twice.
+        self.split_min_tokens = NEVER if config.split_min_tokens is None else config.split_min_tokens
         self.schedulers = [Scheduler(limits) for _ in range(config.dp)]
         self._dummies: deque[list[tuple[int, int]]] = deque()  # of each step in flight and group: (first row, count)
 
@@ -98,7 +102,7 @@ class StepPlanner:
             return config.split == "on"
         # Alone there is no communication to hide, and two halves read the weights twice.
         most = max(int(plan.arrays.num_tokens.sum()) for plan in plans) if config.layout.ep > 1 else 0
-        return most >= config.split_min_tokens * config.tp
+        return most >= self.split_min_tokens * config.tp
 
 
 def _capacities(plans: Sequence[StepPlan]) -> tuple[int, int, int]:

@@ -125,7 +125,7 @@ def test_faults_in_an_override_are_blamed_on_it(tmp_path: Path) -> None:
 def test_the_layout_of_ranks(tmp_path: Path) -> None:
     file = write(tmp_path, f"[model]\npath = '{BUILT_IN.parent / 'minnow'}'\n[parallel]\ndp = 2\nsplit = 'off'\n")
     engine = load_config(file, ["parallel.tp=4", "parallel.split=on"]).engine_config()
-    assert (engine.dp, engine.tp, engine.layout.ep, engine.split, engine.split_min_tokens) == (2, 4, 8, "on", 64)
+    assert (engine.dp, engine.tp, engine.layout.ep, engine.split, engine.split_min_tokens) == (2, 4, 8, "on", None)
     for override, message in (
         ("parallel.tp=0", "parallel.tp = 0: input should be greater than or equal to 1"),
         ("parallel.split=maybe", "parallel.split = 'maybe': input should be 'auto', 'on' or 'off'"),
