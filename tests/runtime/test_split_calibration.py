@@ -128,12 +128,13 @@ def test_a_small_pool_gives_fewer_requests_and_no_preemption() -> None:
     engine = engine_over(ranks, num_pages=30)
     calibrate_split(engine, ranks.clock)
     assert engine.planner.split_min_tokens == 2
-    assert max(tokens for tokens, split in ranks.steps if split) == 2 * (7 + 1)  # of 29 pages 4 each; two halves get a dummy row
+    # Of 29 pages 4 for each of 7 requests; two halves get a dummy row.
+    assert max(tokens for tokens, split in ranks.steps if split) == 2 * (7 + 1)
 
 
 def test_a_short_context_leaves_nothing_to_measure() -> None:
     ranks = VirtualRanks(linear(0.1, 20.0))
-    engine = engine_over(ranks, max_model_len=60)
+    engine = engine_over(ranks, max_model_len=50)
     line = calibrate_split(engine, ranks.clock)
     assert line is not None
     assert "at no size measured" in line
