@@ -18,7 +18,8 @@ from launch.preflight import gather_facts
 from parallel.layout import Layout
 from parallel.shm_group import segment_size
 from runtime.cluster.acceptor import Acceptor
-from runtime.cluster.cluster import Cluster, ClusterLimits
+from runtime.cluster.cluster import Cluster
+from runtime.cluster.cluster_rules import ClusterLimits
 from runtime.cluster.relay_messages import EpochMemory, GroupSegment
 from runtime.config import EngineConfig
 from runtime.engine import Deployment

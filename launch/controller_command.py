@@ -38,7 +38,7 @@ class _Terminated(BaseException):
 def run(options: GenerateOptions, own: ControllerOptions) -> int:
     """The exit code, which workers exit with, too. Raises ValueError or OSError for the user's mistakes."""
     from runtime.channel import RankFailure
-    from runtime.cluster.cluster import LaunchRefused
+    from runtime.cluster.cluster_rules import LaunchRefused
 
     session = _Session(options, own)
     try:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from parallel.layout import Layout
 from runtime.cluster.acceptor import Acceptor, Arrival
+from runtime.cluster.cluster_rules import ClusterLimits, LaunchRefused, LaunchRules
 from runtime.cluster.cluster_watch import ClusterWatch
 from runtime.cluster.keeper_lines import KeeperLines
 from runtime.cluster.keeper_messages import (
@@ -36,7 +35,7 @@ from runtime.cluster.rank_handle import RankHandle
 from runtime.cluster.relay_hub import RelayHub
 from runtime.cluster.relay_messages import EpochMemory, RelayHello
 from runtime.rank_channel import RankChannel
-from runtime.rank_watch import Patience, rank_names
+from runtime.rank_watch import rank_names
 from runtime.recovery import CannotRecover
 from runtime.sizing import Sizes
 
@@ -47,42 +46,6 @@ POLL_S = 0.05
 RETRY_S = 0.2  # between two attempts to form an epoch
 
 SizesOf = Callable[[Sequence[Mapping[str, int]]], Sizes]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterLimits:
-    """How long, in seconds, is waited for what: fields of [cluster] in launch/config.py.
-
-    `gather_s`: for the first keeper; None waits for ever. `start_s`: for processes to be up, for the first time.
-    `patience`: with the ranks of an epoch.
-    """
-
-    gather_s: float | None = None
-    join_s: float = 25.0
-    start_s: float = 300.0
-    stall_s: float = 3.0
-    reform_s: float = 60.0
-    patience: Patience = Patience()
-
-
-class LaunchRules(Protocol):
-    """What makes keepers one launch (launch/launch_rules.py). All raise ValueError in one line or a table."""
-
-    def arrived(self, hello: Hello) -> Hello:
-        """The same, with the sender's clock seen from here; called as soon as it is here."""
-        ...
-
-    def check_some(self, hellos: Sequence[Hello]) -> None:
-        """Refuse what cannot be one launch, whoever is still to come."""
-        ...
-
-    def compare(self, hellos: Sequence[Hello]) -> None:
-        """Refuse other versions, configurations or model files than those of the others and of this process."""
-        ...
-
-
-class LaunchRefused(ValueError):
-    """What has come is no launch of this deployment."""
 
 
 class ClusterChannel(RankChannel):
@@ -181,8 +144,8 @@ class Cluster:
     def recover(self) -> RankChannel:
         """Another epoch of the same sizes, once the channel of the last one has raised RankFailure.
 
-        CannotRecover: not all ranks are there within `reform_s`, RankFailure when one fails again, ValueError
-        when a rank finds a mistake of the user's.
+        Raises CannotRecover when not all ranks are there within `reform_s`; RankFailure when one fails again,
+        ValueError for a mistake of the user's that a rank finds.
         """
         begin = time.monotonic()
         while True:
