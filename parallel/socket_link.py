@@ -43,10 +43,7 @@ class _Awaited:
     is_exact: bool = True  # else it may have fewer, and `into` is cut when its header tells how many
     header: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
     got: int = 0  # of header and data
-    most: int = 0  # bytes that `into` had at first
-
-    def __post_init__(self) -> None:
-        self.most = len(self.into)
+    likely: int = 0  # bytes that the message will have
 
     def rest(self) -> list[memoryview]:
         missing = HEADER.size - self.got
@@ -71,6 +68,7 @@ class Link:
         self._unsent: deque[memoryview] = deque()
         self._awaited: deque[_Awaited] = deque()
         self._awaited_bytes = 0
+        self._last_bytes = 0  # of the last message whose size was not known: layers of a step are alike
         self._attended = False  # its own thread receives: the mover keeps its hands off
         self._send_fault: ExchangeError | None = None  # the mover's: what has come before it still counts
         self._receive_fault: ExchangeError | None = None
@@ -106,18 +104,18 @@ class Link:
 
     def expect(self, call: int, operation: int, into: memoryview) -> None:
         """The message of `call` goes to `into`, bytes of exactly its size."""
-        self._expect(_Awaited(call, operation, into), into)
+        self._expect(_Awaited(call, operation, into, likely=len(into)))
 
     def expect_most(self, call: int, operation: int, into: memoryview) -> Callable[[], int]:
         """The same for a message of as many bytes at most. Gives what tells how many they were, once it is complete."""
-        awaited = _Awaited(call, operation, into, is_exact=False)
-        self._expect(awaited, into)
+        awaited = _Awaited(call, operation, into, is_exact=False, likely=min(self._last_bytes, len(into)))
+        self._expect(awaited)
         return lambda: len(awaited.into)
 
-    def _expect(self, awaited: _Awaited, into: memoryview) -> None:
+    def _expect(self, awaited: _Awaited) -> None:
         with self._in:
             self._awaited.append(awaited)
-            self._awaited_bytes += len(into)
+            self._awaited_bytes += awaited.likely
             if self._awaited_bytes > self._large and not self._attended:
                 self._mover.receive(self)
 
@@ -183,7 +181,9 @@ class Link:
             if unchecked and first.got >= HEADER.size:
                 self._check(first)
         self._awaited.popleft()
-        self._awaited_bytes -= first.most
+        self._awaited_bytes -= first.likely
+        if not first.is_exact:
+            self._last_bytes = len(first.into)
         return True
 
     def _check(self, awaited: _Awaited) -> None:

@@ -146,6 +146,23 @@ def test_messages_that_no_kernel_buffer_holds() -> None:
         assert made.run(work) == [True, True]
 
 
+def test_large_messages_of_unknown_size() -> None:
+    def work(rank: int, groups: RankGroups) -> list[list[int]]:
+        found = []
+        for rows in (3 << 20, 5, 2 << 20, 0):
+            begun = [groups.ep.all_to_all_sized(torch.full((rows + 1,), i), (rows, 1), 4 << 20) for i in range(3)]
+            for i, pending in enumerate(begun):
+                given, counts = pending.wait()
+                assert bool((given == i).all())
+                found.append(counts)
+        return found
+
+    with hosts(Layout(dp=2), (0, 1)) as made:
+        found = made.run(work)
+    assert found[0] == [[rows, rows] for rows in (3 << 20, 5, 2 << 20, 0) for _ in range(3)]
+    assert found[1] == [[1, 1]] * 12
+
+
 def test_large_messages_arrive_while_the_receiver_computes() -> None:
     """After the compute nothing is left to come, although the kernel cannot hold it."""
     rows = 4 << 20
@@ -302,6 +319,8 @@ def test_a_rank_that_waits_uses_no_processor() -> None:
 def test_no_thread_for_small_messages() -> None:
     def work(_rank: int, groups: RankGroups) -> int:
         exercise(groups.ep)
+        for _ in range(3):  # with room for megabytes that nobody sends
+            groups.ep.all_to_all_sized(torch.zeros(3, 1), (1, 2), 1 << 20).wait()
         return sum(thread.name == "exchange" for thread in threading.enumerate())
 
     with hosts(Layout(dp=2), (0, 1)) as made:
