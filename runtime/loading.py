@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +13,7 @@ from parallel.trace import Recorder
 from runtime.attention.meta import KvSpec
 from runtime.config import EngineConfig
 from runtime.executor import TargetModel
+from runtime.load_progress import LoadProgress, expected_bytes
 from runtime.models.config import ModelConfig, load_model_config
 from runtime.models.deepseek import DeepseekModel, kv_spec
 from runtime.placing import first_placement
@@ -65,8 +67,12 @@ def read_facts(config: EngineConfig, *, with_text: bool = True) -> ModelFacts:
     )
 
 
-def load_model(config: EngineConfig, groups: RankGroups | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, groups: RankGroups | None = None, *, phase: Callable[[str], None] | None = None
+) -> LoadedModel:
     """Read this rank's share of the weights; of the MTP layer only if it drafts. `groups=None`: the only rank.
+
+    `phase` is told how far it is.
 
     Raises ValueError or FileNotFoundError naming the file, tensor or key at fault.
     """
@@ -77,6 +83,8 @@ def load_model(config: EngineConfig, groups: RankGroups | None = None) -> Loaded
     own = replace(groups if groups is not None else solo_groups(), trace=trace)
     placement = first_placement(config, model_config)
     with torch.inference_mode(), WeightSource(config.model) as source:
+        if phase is not None:
+            source.on_read = LoadProgress(phase, _expected_bytes(source, config, model_config))
         model = DeepseekModel.load(
             source, model_config, groups=own, device=device, storage=config.storage, with_mtp=config.k > 0,
             dispatch=config.dispatch, placement=placement, ranks_per_node=config.ranks_per_node,
@@ -97,6 +105,12 @@ def load_model(config: EngineConfig, groups: RankGroups | None = None) -> Loaded
         facts=read_facts(config, with_text=groups is None), model=model, drafter=drafter, device=device,
         bytes_read=bytes_read, experts=experts, trace=trace,
     )
+
+
+def _expected_bytes(source: WeightSource, config: EngineConfig, model: ModelConfig) -> int:
+    copies = 1 + config.redundant_experts / model.num_experts if model.num_experts else 1.0
+    skip = None if config.k else f"model.layers.{model.num_hidden_layers}."
+    return expected_bytes(source.sizes(), config.layout, copies=copies, skip=skip)
 
 
 def check_device(name: str) -> None:

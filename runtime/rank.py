@@ -54,7 +54,7 @@ class Rank:
     def load(cls, config: EngineConfig, groups: RankGroups, *, phase: Callable[[str], None]) -> Rank:
         """Raises ValueError or FileNotFoundError, in one line, as `load_model` does."""
         phase("loading weights")
-        return cls(config, load_model(config, groups), groups, phase)
+        return cls(config, load_model(config, groups, phase=phase), groups, phase)
 
     @property
     def facts(self) -> RankFacts:

@@ -98,6 +98,7 @@ class RankExperts:
         """Whether `poll` will have something to say before long."""
         return self._round is not None and not self._round.is_told
 
+    @torch.inference_mode()
     def take(self, message: PlacementRequest) -> list[PlacementReply]:
         """One request, on the thread that runs the steps: all ranks take it before the same step."""
         if isinstance(message, AskLoads):

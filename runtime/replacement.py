@@ -101,8 +101,9 @@ class ExpertBalancer:
             self.restore(channel)
 
     @property
-    def is_idle(self) -> bool:
-        return self._round is None
+    def loads(self) -> Counts:
+        """[num_layers, num_experts] routes counted up to the last round, older ones for less."""
+        return self._loads
 
     def turn(self, channel: object) -> None:
         """Once a step: take in what ranks have said, do the next thing, begin a round when one is due."""

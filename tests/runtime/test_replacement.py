@@ -2,66 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moe.balance import place_experts
-from moe.placement import Placement
 from runtime import replacement
-from runtime.config import EngineConfig
 from runtime.engine import Engine
+from tests.placement_runs import MINNOW, assert_same, config, move_everything, run
 from tests.rank_threads import engine_over_threads
 from tests.runtime.driving import Outcome, ask
 from tests.runtime.test_ranks_agree import assert_ledgers_agree
-
-MINNOW = Path(__file__).parents[2] / "configs" / "minnow"
-
-
-def config(model: Path = MINNOW, **settings: Any) -> EngineConfig:
-    k = settings.pop("k", 1)
-    defaults: dict[str, Any] = dict(
-        storage="float32", max_model_len=64, max_num_seqs=3, prefill_chunk_size=16, page_size=4, num_pages=40,
-        dispatch_capacity=256, debug=True, draft_tokens=k, draft_method="mtp" if k else "off", schedule="ahead",
-    )
-    return EngineConfig(model=model, **{**defaults, **settings})
-
-
-def submit(engine: Engine) -> dict[str, Outcome]:
-    outcomes: dict[str, Outcome] = {}
-    for i, (length, tokens) in enumerate([(5, 14), (19, 10), (9, 12), (30, 8)]):
-        name = f"request {i}"
-        outcomes[name] = Outcome()
-        engine.submit(
-            ask(name, range(100 + 7 * i, 100 + 7 * i + length), max_tokens=tokens, temperature=0.6 * (i % 2), seed=i,
-                logprobs=1)
-        )
-    return outcomes
-
-
-def run(engine: Engine, rebalance_at: set[int], *, wait: bool = True) -> dict[str, Outcome]:
-    outcomes = submit(engine)
-    step = 0
-    while engine.has_work():
-        if step in rebalance_at:
-            engine.rebalance(wait=wait)
-        for chunk in engine.step():
-            outcomes[chunk.request_id].add(chunk)
-        step += 1
-    return outcomes
-
-
-def assert_same(found: dict[str, Outcome], expected: dict[str, Outcome]) -> None:
-    """Ids equal; the target's log-probabilities, read from its logits, within 1e-5 at every position."""
-    for name, outcome in expected.items():
-        assert outcome.error is None
-        assert found[name].token_ids == outcome.token_ids
-        ours = np.array([entry.logprob for entry in found[name].logprobs])
-        theirs = np.array([entry.logprob for entry in outcome.logprobs])
-        assert len(ours) == len(outcome.token_ids)
-        assert np.abs(ours - theirs).max() <= 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +21,9 @@ def alone() -> dict[int, dict[str, Outcome]]:
     found = {}
     for k in (0, 1, 2):
         engine = Engine(config(k=k, dp=1))
-        found[k] = run(engine, set())
+        found[k] = run(engine)
         engine.close()
     return found
-
-
-def random_placements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every round ends in another placement, whatever the loads: as many experts move as can."""
-    generator = np.random.default_rng(3)
-
-    def anything(_config: EngineConfig, _model: object, old: Placement, _loads: object, _gain: float) -> Placement:
-        loads = generator.random((len(old.layers), old.num_experts)) ** 6
-        return place_experts(loads, old.layers, num_ranks=old.num_ranks, num_slots=old.num_slots)
-
-    monkeypatch.setattr(replacement, "better_placement", anything)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +40,10 @@ def random_placements(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ids_and_logits_stay_when_experts_move_before_every_step(
     settings: dict[str, Any], alone: dict[int, dict[str, Outcome]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    random_placements(monkeypatch)
+    move_everything(monkeypatch)
     engine, channel = engine_over_threads(config(**settings))
     try:
-        found = run(engine, set(range(1, 100)))
+        found = run(engine, range(1, 100))
         assert_same(found, alone[settings.get("k", 1)])
         assert engine.balancer is not None
         assert engine.balancer.last is not None
@@ -113,3 +53,62 @@ def test_ids_and_logits_stay_when_experts_move_before_every_step(
     finally:
         engine.close()
     assert_ledgers_agree(channel.ledgers, settings.get("tp", 1))
+
+
+@pytest.mark.parametrize("source", ["ranks", "files"])
+def test_steps_run_while_experts_are_on_their_way(
+    source: str, alone: dict[int, dict[str, Outcome]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the rounds: exchanges and steps take turns, and the change falls between two of them."""
+    move_everything(monkeypatch)
+    monkeypatch.setattr(replacement, "MOVE_VALUES", 20_000)  # two pieces an expert
+    engine, channel = engine_over_threads(config(dp=2, redundant_experts=4, rebalance_steps=2, expert_source=source))
+    assert engine.balancer is not None
+    try:
+        for _ in range(8):
+            assert_same(run(engine), alone[1])
+            if engine.balancer.last is not None and engine.balancer.last.round_id >= 2:
+                break
+        assert engine.balancer.last is not None, "no round has ended by itself"
+        assert engine.balancer.last.error == ""
+        assert engine.balancer.last.num_moved > 10
+    finally:
+        engine.close()
+    assert_ledgers_agree(channel.ledgers, 1)
+
+
+def test_loads_are_those_of_real_tokens_and_balance_follows_them() -> None:
+    """One request alone: the other group runs dummy rows, which count nowhere."""
+    counted = {}
+    for layout in ("dp", "tp"):
+        engine, _ = engine_over_threads(config(MINNOW, **{layout: 2}, rebalance_steps=0, k=0))
+        try:
+            engine.submit(ask("one", range(100, 121), max_tokens=6))
+            while engine.has_work():
+                engine.step()
+            before = engine.rebalance()
+            assert before is not None
+            assert engine.balancer is not None
+            counted[layout] = engine.balancer.loads
+            assert before.imbalance_after < before.imbalance_before
+            assert before.num_moved > 0
+            assert engine.rebalance() is not None
+        finally:
+            engine.close()
+    first, second = counted.values()
+    assert np.array_equal(first, second)
+    assert first.sum(1).tolist() == [4.0 * (21 + 5)] * 4, "four experts a token, in each layer"
+
+
+def test_experts_that_are_already_well_placed_stay() -> None:
+    engine, _ = engine_over_threads(config(dp=2, redundant_experts=4))
+    try:
+        run(engine)
+        first = engine.rebalance()
+        second = engine.rebalance()
+        assert first is not None
+        assert second is not None
+        assert second.num_moved == 0
+        assert second.imbalance_after <= first.imbalance_after + 1e-6
+    finally:
+        engine.close()
