@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ FP8_BLOCK = 128
 FP8_SCALE_SUFFIX = "_scale_inv"
 _FLOAT_TYPES = {"F32", "F16", "BF16"}
 _FP8_TYPE = "F8_E4M3"
+_TYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
@@ -38,6 +40,8 @@ class WeightSource:
         self._paths: dict[str, Path] = {}  # tensor name -> its file, for messages
         self._consumed: set[str] = set()
         self._touched: dict[tuple[str, Window], int] = {}  # bytes of each part that was read
+        self._num_read = 0
+        self.on_read: Callable[[int], None] | None = None  # told of the bytes read so far, from any thread
         try:
             for path, names in _shards(folder).items():
                 self._open(path, names)
@@ -68,6 +72,12 @@ class WeightSource:
     def bytes_read(self) -> int:
         """Bytes of the files that were needed so far: a part that is read again comes from memory, and counts once."""
         return sum(self._touched.values())
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Name and bytes of every tensor, from the headers."""
+        for name in self._files:
+            header = self._slice(name)
+            yield name, math.prod(header.get_shape()) * _TYPE_BYTES.get(str(header.get_dtype()), 1)
 
     def bytes_by_tensor(self) -> dict[str, int]:
         """`bytes_read` of each tensor that any was read of."""
@@ -183,7 +193,12 @@ class WeightSource:
             raw: Tensor = self._files[name].get_tensor(name)
         else:
             raw = part[tuple(slice(begin, end) for begin, end in window)]
-        self._touched[name, window] = raw.numel() * raw.element_size()
+        if (name, window) not in self._touched:
+            size = raw.numel() * raw.element_size()
+            self._touched[name, window] = size
+            self._num_read += size
+            if self.on_read is not None:
+                self.on_read(self._num_read)
         return raw
 
     def _scale_of(self, name: str) -> str:
