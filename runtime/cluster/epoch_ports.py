@@ -64,9 +64,9 @@ class PlanPort:
         self._hub, self._epoch = hub, epoch
 
     def send(self, data: bytes | bytearray | memoryview, timeout_s: float) -> None:
-        """Raises like RingWriter.send, with relays in the place of readers; nothing was sent then.
+        """Raises like RingWriter.send, with relays in the place of readers, or what a relay tells of its ring.
 
-        Raises RingClosed once the epoch is over, ReaderDead when a relay is gone.
+        RingClosed once the epoch is over, ReaderDead when a relay is gone, ReaderLagging when one takes nothing.
         """
         self._hub.send_plans(self._epoch, data, timeout_s)
 

@@ -16,13 +16,15 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from runtime.cluster.attached_relay import AttachedRelay, RelayFault, RelayLost
 from runtime.cluster.epoch_ports import Epoch, EpochPorts, PlanPort, RemoteInbox, RemoteVitals
 from runtime.cluster.line import FrameDamaged, FrameLine, LineError, LineTimeout
 from runtime.cluster.relay_messages import EpochMemory, RelayFrame, RelayHello, Trouble, decode, encode, result_of
 from runtime.ring_errors import MessageTooLarge, ReaderDead, ReaderLagging, RingClosed
 from runtime.vitals import page_size
+
+__all__ = ["RelayFault", "RelayHub", "RelayLost", "read_hello"]
 
 BEAT_S = 1.0  # between two signs of life to a relay
 GAP_S = 0.25  # a longer gap between two looks counts as this much silence: the hub was away, too
@@ -30,51 +32,12 @@ QUIET_S = 0.5  # from then on the silence of ranks is their relay's
 LEAST_FRAME_BYTES = 64 << 10
 
 
-class RelayLost(LineError):
-    """The relay of a node is not there, and nothing can go on without it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RelayFault:
-    """Why the relay of a node must be replaced, in one line that names the node."""
-
-    node_rank: int
-    text: str
-
-
-class _Relay:
-    """One attached relay."""
-
-    def __init__(self, node_rank: int, line: FrameLine) -> None:
-        self.node_rank, self.line = node_rank, line
-        self.joined = 0  # the last epoch that it was told to open
-        self.opened = 0  # the last one whose memory it has made
-        self.silence_s = 0.0
-        self.beaten = 0.0  # when it was last sent a sign of life
-        self.fault: RelayFault | None = None
-
-    @property
-    def name(self) -> str:
-        return f"relay of node {self.node_rank}"
-
-    def fail(self, text: str) -> None:
-        """The first fault counts."""
-        self.fault = self.fault or RelayFault(node_rank=self.node_rank, text=f"{self.name}: {text}")
-
-    def send(self, kind: int, epoch: int, body: bytes | bytearray | memoryview = b"") -> None:
-        """A line that is gone becomes the relay's fault."""
-        try:
-            self.line.send(kind, epoch, body, limited=kind == RelayFrame.PLANS)
-        except LineError as error:
-            self.fail(str(error))
-
-
 class RelayHub:
     """All relays of a deployment, by node rank."""
 
     def __init__(self, *, stall_s: float = 3.0) -> None:
         self._stall_s = stall_s
-        self._relays: dict[int, _Relay] = {}
+        self._relays: dict[int, AttachedRelay] = {}
         self._epoch: Epoch | None = None
         self._last_epoch = 0
         self._looked = time.monotonic()
@@ -87,7 +50,7 @@ class RelayHub:
     def attach(self, node_rank: int, line: FrameLine) -> None:
         """Take over the line to a node's relay; it takes part from the next epoch on. One before it is detached."""
         self.detach(node_rank)
-        self._relays[node_rank] = _Relay(node_rank, line)
+        self._relays[node_rank] = AttachedRelay(node_rank, line)
 
     def detach(self, node_rank: int) -> None:
         """Close the line to a relay, which then ends, and forget its fault."""
@@ -169,7 +132,10 @@ class RelayHub:
             self.detach(node_rank)
 
     def send_plans(self, epoch: Epoch, data: bytes | bytearray | memoryview, timeout_s: float) -> None:
-        """A message for the plan rings of all nodes; raises like RingWriter.send, and has sent nothing then."""
+        """A message for the plan rings of all nodes.
+
+        Raises like RingWriter.send, and has sent nothing then, but for ReaderDead: the epoch cannot go on after that.
+        """
         if epoch.is_over:
             raise RingClosed(f"plans: epoch {epoch.number} is over")
         if len(data) > epoch.memory.plan_bytes:
@@ -204,7 +170,7 @@ class RelayHub:
         self._epoch.close()
         self._epoch = None
 
-    def _wait_for_room(self, epoch: Epoch, relays: list[_Relay], size: int, timeout_s: float) -> None:
+    def _wait_for_room(self, epoch: Epoch, relays: list[AttachedRelay], size: int, timeout_s: float) -> None:
         """Until every line can queue `size` bytes. Almost always at once: what the system takes is not queued."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -238,7 +204,7 @@ class RelayHub:
             if relay.fault is not None:
                 raise RelayLost(relay.fault.text)
 
-    def _serve(self, relay: _Relay) -> None:
+    def _serve(self, relay: AttachedRelay) -> None:
         try:
             relay.line.flush()
             for frame in relay.line.receive():
@@ -247,7 +213,7 @@ class RelayHub:
         except (LineError, ValueError) as error:
             relay.fail(str(error))
 
-    def _take(self, relay: _Relay, kind: int, number: int, body: bytes) -> None:
+    def _take(self, relay: AttachedRelay, kind: int, number: int, body: bytes) -> None:
         if kind == RelayFrame.BEAT:
             return
         if number > self._last_epoch:
@@ -273,7 +239,7 @@ class RelayHub:
         else:
             raise FrameDamaged(f"sends a frame of kind {kind}")
 
-    def _trouble(self, relay: _Relay, epoch: Epoch, mine: list[int], trouble: Trouble) -> None:
+    def _trouble(self, relay: AttachedRelay, epoch: Epoch, mine: list[int], trouble: Trouble) -> None:
         if trouble.error == "OSError":
             relay.fail(trouble.text)
         elif trouble.rank < 0:
