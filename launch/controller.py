@@ -23,6 +23,7 @@ from runtime.cluster.cluster_rules import ClusterLimits
 from runtime.cluster.relay_messages import EpochMemory, GroupSegment
 from runtime.config import EngineConfig
 from runtime.engine import Deployment
+from runtime.load_progress import StartupWatcher
 from runtime.loading import read_facts
 from runtime.models.config import load_model_config
 from runtime.models.shards import check_layout
@@ -64,7 +65,7 @@ class Controller:
         write_address(file, self.address)
         self._address_file = file
 
-    def deploy(self, *, gather_s: float | None = None) -> Deployment:
+    def deploy(self, *, gather_s: float | None = None, watcher: StartupWatcher | None = None) -> Deployment:
         """Wait for the workers of all ranks (`gather_s` for the first of them) and form the first epoch.
 
         Raises ValueError when they are no launch of this configuration, or for what a rank finds wrong with the model;
@@ -75,7 +76,8 @@ class Controller:
         sizes = choose_sizes(config, facts)
         rules = LaunchRules(config.layout.ep, gather_facts(self._config, None), cluster.may_differ)
         memory = partial(_memory, config.layout, _MemorySizes.of(config, sizes))
-        made = self._cluster = Cluster(self._acceptor, config.layout, rules, memory, _limits(cluster, gather_s))
+        limits = _limits(cluster, gather_s)
+        made = self._cluster = Cluster(self._acceptor, config.layout, rules, memory, limits, watcher)
         made.gather()
         reported: list[Mapping[str, int]] = []
 

@@ -75,6 +75,7 @@ class _Session:
     def make(self, engine_config: EngineConfig) -> Engine:
         """Listen, say where, and wait for the workers."""
         from launch.controller import Controller
+        from launch.startup_view import StartupView
         from runtime.engine import Engine
 
         config = load_config(self._options.config, self._options.overrides)
@@ -82,9 +83,12 @@ class _Session:
         if self._own.address_file is not None:
             controller.write_address(self._own.address_file)
         sys.stderr.write(f"lockstep: controller at {controller.address}, waiting for {engine_config.layout.ep} ranks\n")
-        return generate.with_split_threshold(
-            Engine(engine_config, deployment=controller.deploy(), on_event=report_recovery)
-        )
+        view = StartupView(engine_config.layout.ep, sys.stderr)
+        try:
+            deployment = controller.deploy(watcher=view)
+        finally:
+            view.close()
+        return generate.with_split_threshold(Engine(engine_config, deployment=deployment, on_event=report_recovery))
 
     def interrupt(self, code: int, text: str) -> None:
         """Whatever ends this run from now on, workers are told this."""

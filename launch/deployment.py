@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from launch.rank_main import RankSpec
+from launch.startup_view import StartupView
 from parallel.groups import host_store, listen_locally
 from parallel.shm_group import segment_size
 from runtime.config import MAX_DRAFT_TOKENS, EngineConfig, padded_rows
@@ -85,13 +86,24 @@ def _bring_up(config: EngineConfig, model: ModelConfig, module: str, patience: P
     """Start all ranks and wait for them; they get as many pages as all of them can hold, and `most` at most."""
     channel = _spawn(config, model, most, module, patience)
     try:
-        ranks = channel.wait_ready()
+        ranks = _wait_ready(channel, config.layout.ep)
         sizes = Sizes(max_model_len=most.max_model_len, num_pages=min(most.num_pages, settle(ranks)))
         channel.start(sizes)
     except BaseException:
         channel.kill()
         raise
     return _Up(channel=channel, sizes=sizes, bytes_read=tuple(rank["bytes_read"] for rank in ranks))
+
+
+def _wait_ready(channel: RankChannel, num_ranks: int) -> list[dict[str, int]]:
+    """With a live line for each phase where standard error is a terminal."""
+    if not sys.stderr.isatty():
+        return channel.wait_ready()
+    view = StartupView(num_ranks, sys.stderr)
+    try:
+        return channel.wait_ready(view)
+    finally:
+        view.close()
 
 
 def _spawn(

@@ -29,7 +29,8 @@ _ENVIRONMENT = ("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "TORCH_NCCL_", "LOCKSTEP_"
 # Secrets are not shown, and what is of one process or one node by nature does not count.
 _NOT_COMPARED = ("LOCKSTEP_SECRET", "LOCKSTEP_LAUNCHER", "LOCKSTEP_ADVERTISE", "LOCKSTEP_CONTROLLER", "LOCKSTEP_CONFIG")
 _SHARED_SECTIONS = ("model", "engine", "parallel", "draft")
-_NODE_KEYS = ("model.path", "parallel.placement_file")  # may be another folder on each node; the files in it are compared
+# May lie elsewhere on each node; the files of the model are compared.
+_NODE_KEYS = ("model.path", "parallel.placement_file")
 _CLOCK, _OFFSET = "clock", "clock offset"
 _CONTROLLER_FACTS = ("lockstep", "version ", "config", "model ", "dispatch capacity")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from parallel.layout import Layout
+from runtime.vitals import RankVital
 
 PHASE = "loading weights"
 _TEXT = re.compile(rf"{PHASE}, (\d+) of (\d+) bytes")
@@ -14,6 +16,18 @@ _OVER_TP = re.compile(
     r"(^model\.embed_tokens|^lm_head|\.embed_tokens|\.shared_head\.head|\.self_attn\.(q_proj|q_b_proj|kv_b_proj|o_proj)"
     r"|\.mlp\.(gate|up|down)_proj)\."
 )
+
+
+class StartupWatcher(Protocol):
+    """Whoever shows how ranks come up (launch/startup_view.py)."""
+
+    def gathering(self, num_here: int) -> None:
+        """So many ranks have reported to the controller."""
+        ...
+
+    def update(self, vitals: Sequence[RankVital]) -> None:
+        """What all ranks do at this moment."""
+        ...
 
 
 @dataclass(frozen=True)

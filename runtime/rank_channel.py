@@ -10,6 +10,7 @@ from typing import NoReturn, Protocol
 from parallel.layout import Layout
 from runtime.channel import RankFailure
 from runtime.ledger_check import LedgerCheck
+from runtime.load_progress import StartupWatcher
 from runtime.placement_messages import PlacementReply, PlacementRequest
 from runtime.plan import StepPlan, StepResult, encode_step
 from runtime.rank_messages import (
@@ -93,10 +94,12 @@ class RankChannel:
         """Debug mode: steps whose collectives were the same on all ranks."""
         return self._ledgers.num_compared
 
-    def wait_ready(self) -> list[dict[str, int]]:
+    def wait_ready(self, watcher: StartupWatcher | None = None) -> list[dict[str, int]]:
         """Wait until every rank has loaded. Raises ValueError for the user's mistakes, RankFailure for the rest."""
         while len(self._facts) < self._layout.ep:
             self._look()
+            if watcher is not None:
+                watcher.update(self._vitals.read())
             time.sleep(LOOK_S / 2)
         return self.facts
 

@@ -34,6 +34,7 @@ from runtime.cluster.membership import Membership
 from runtime.cluster.rank_handle import RankHandle
 from runtime.cluster.relay_hub import RelayHub
 from runtime.cluster.relay_messages import EpochMemory, RelayHello
+from runtime.load_progress import StartupWatcher
 from runtime.rank_channel import RankChannel
 from runtime.rank_watch import rank_names
 from runtime.recovery import CannotRecover
@@ -73,8 +74,10 @@ class Cluster:
     def __init__(
         self, acceptor: Acceptor, layout: Layout, rules: LaunchRules,
         memory: Callable[[int, Sequence[int]], EpochMemory], limits: ClusterLimits,
+        watcher: StartupWatcher | None = None,
     ) -> None:
-        """`memory(epoch, node of each rank)`: what relays allocate for an epoch."""
+        """`memory(epoch, node of each rank)`: what relays allocate for an epoch. `watcher`: of the first epoch."""
+        self._watcher = watcher
         self._acceptor, self._layout, self._rules, self._memory = acceptor, layout, rules, memory
         self._limits = limits
         self._membership = Membership(layout.ep)
@@ -109,6 +112,8 @@ class Cluster:
         try:
             while not all(self._membership.is_here(rank) for rank in range(self._layout.ep)):
                 self.poll(POLL_S)
+                if self._watcher is not None:
+                    self._watcher.gathering(sum(map(self._membership.is_here, range(self._layout.ep))))
                 now = time.monotonic()
                 if first is None and self._membership.hellos():
                     first = now
@@ -133,7 +138,9 @@ class Cluster:
             return self._sizes
 
         try:
-            return self._form(remember, self._limits.start_s)
+            channel = self._form(remember, self._limits.start_s)
+            self._watcher = None
+            return channel
         except ValueError as error:
             self.close(EXIT_CONFIG, str(error))
             raise
@@ -205,7 +212,7 @@ class Cluster:
         )
         channel.cluster = self
         try:
-            channel.start(sizes_of(channel.wait_ready()))
+            channel.start(sizes_of(channel.wait_ready(self._watcher)))
         except BaseException:
             channel.let_go()
             raise
