@@ -71,41 +71,57 @@ def calibrate_split(engine: Engine, clock: Callable[[], float] = time.perf_count
     if not wants_calibration(engine):
         return None
     assert not engine.has_work()
-    calibration = _Calibration(engine, clock)
-    try:
-        points = calibration.measure()
-    finally:
-        calibration.end()
+    points = StepTimer(engine, clock).search()
     engine.planner.split_min_tokens = threshold = choose_threshold(points)
     return describe(threshold, points)
 
 
-class _Calibration:
-    """Requests of nobody's that decode side by side until they have been measured."""
+class StepTimer:
+    """Times decode steps of an engine without other requests, whole and as two halves. Leaves it without work."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
-        self._engine, self._clock = engine, clock
+    def __init__(
+        self, engine: Engine, clock: Callable[[], float] = time.perf_counter, *, rounds: int = ROUNDS
+    ) -> None:
+        self._engine, self._clock, self._rounds = engine, clock, rounds
         self._layout, self._k = engine.config.layout, engine.config.k
         self._rng = random.Random(0)
         self._num_rows = 0  # requests of each group
         self._began = clock()
 
-    def measure(self) -> list[SplitPoint]:
-        """Of the largest batch first: where the split does not pay there, it does not for smaller ones. Then the
-        smallest for which it does is sought, by halves of the sizes left. Empty where no batch has room."""
-        length = PROMPT_TOKENS + (3 + 2 * (1 + ROUNDS) * BLOCK) * (1 + self._k)  # if every draft is accepted
-        largest = self._largest(length)
+    @property
+    def length(self) -> int:
+        """Tokens of a request that is measured, if every draft is accepted."""
+        return PROMPT_TOKENS + (3 + 2 * (1 + self._rounds) * BLOCK) * (1 + self._k)
+
+    def search(self) -> list[SplitPoint]:
+        """Of the largest batch, and of those met on the way to the smallest for which the split pays.
+
+        Where it does not pay for the largest, it does not for smaller ones. Empty where no batch has room.
+        """
+        largest = self._largest()
         sizes = [largest >> i for i in range(largest.bit_length())]  # the largest, half of it, ... 1
         if not sizes:
             return []
-        points = [self._point(sizes[0], length)]
+        points = [self.point(sizes[0])]
         pays, does_not = 0, len(sizes)  # places in `sizes`
         i = len(sizes) - 1
         while points[0].pays and i > pays and self._clock() - self._began < BUDGET_S:
-            points.append(self._point(sizes[i], length))
+            points.append(self.point(sizes[i]))
             pays, does_not = (i, does_not) if points[-1].pays else (pays, i)
             i = (pays + does_not) // 2
         return points
+
+    def point(self, rows: int) -> SplitPoint:
+        """With `rows` requests in each dp group."""
+        try:
+            self.start(rows)
+            whole, halves = self._blocks()
+        finally:
+            self.end()
+        return SplitPoint(
+            num_tokens=-(-rows * (1 + self._k) // self._layout.tp), whole_s=statistics.median(whole),
+            halves_s=statistics.median(halves),
+        )
 
     def end(self) -> None:
         """Leave the engine without work."""
@@ -115,40 +131,38 @@ class _Calibration:
         while self._engine.has_work():
             self._engine.step()
 
-    def _largest(self, length: int) -> int:
-        """How many requests of `length` tokens a group can run at once."""
-        engine = self._engine
-        if length >= engine.sizes.max_model_len:
-            return 0
-        return min(engine.config.max_num_seqs, (engine.sizes.num_pages - 1) // -(-length // engine.config.page_size))
-
-    def _start(self, rows: int, length: int) -> None:
-        """Admit as many requests to every group, and run until all of them decode."""
+    def start(self, rows: int) -> None:
+        """Admit so many requests to every group, and run until all of them decode."""
         self._engine.planner.split_min_tokens = NEVER
         self._num_rows = rows
         for index in range(rows * self._layout.dp):  # the planner deals them out in turn
             prompt = tuple(self._rng.randrange(self._engine.facts.vocab_size) for _ in range(PROMPT_TOKENS))
-            sampling = SamplingParams(max_tokens=length - PROMPT_TOKENS, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=self.length - PROMPT_TOKENS, ignore_eos=True)
             self._engine.submit(GenerateRequest(request_id=_name(index), prompt_token_ids=prompt, sampling=sampling))
         waiting = {_name(index) for index in range(rows * self._layout.dp)}
         while waiting:
             waiting -= {chunk.request_id for chunk in self._engine.step()}
 
-    def _point(self, rows: int, length: int) -> SplitPoint:
-        """With `rows` requests in each group."""
-        self._start(rows, length)
+    def _largest(self) -> int:
+        """How many requests a group can run at once."""
+        engine = self._engine
+        if self.length >= engine.sizes.max_model_len:
+            return 0
+        pages = -(-self.length // engine.config.page_size)
+        return min(engine.config.max_num_seqs, (engine.sizes.num_pages - 1) // pages)
+
+    def _blocks(self) -> tuple[list[float], list[float]]:
+        """Seconds of steps without the split and with it, by turns."""
         begin = self._clock()
         self._block(NEVER)
         self._block(1)
-        rounds = int(BUDGET_S / 2 / max(self._clock() - begin, 1e-9))
-        pairs = [(self._block(NEVER), self._block(1)) for _ in range(min(max(rounds, 1), ROUNDS))]
-        whole, halves = zip(*pairs, strict=True)
-        num_tokens = -(-rows * (1 + self._k) // self._layout.tp)
-        self.end()
-        return SplitPoint(
-            num_tokens=num_tokens, whole_s=statistics.median(sum(whole, [])),
-            halves_s=statistics.median(sum(halves, [])),
-        )
+        affordable = int(BUDGET_S / 2 / max(self._clock() - begin, 1e-9))
+        whole: list[float] = []
+        halves: list[float] = []
+        for _ in range(min(max(affordable, 1), self._rounds)):
+            whole += self._block(NEVER)
+            halves += self._block(1)
+        return whole, halves
 
     def _block(self, split_min_tokens: int) -> list[float]:
         """Seconds of each step of a block that counts."""
