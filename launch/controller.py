@@ -26,7 +26,7 @@ from runtime.engine import Deployment
 from runtime.load_progress import StartupWatcher
 from runtime.loading import read_facts
 from runtime.models.config import load_model_config
-from runtime.models.shards import check_layout
+from runtime.placing import check_fits
 from runtime.rank import settle
 from runtime.rank_watch import Patience
 from runtime.recovery import RestartLimits
@@ -43,7 +43,7 @@ class Controller:
         """`listen`: HOST:PORT in the place of `cluster.bind`. Raises ValueError for what cannot work."""
         self._config, self._engine_config = config, engine_config
         self._model = load_model_config(engine_config.model)
-        check_layout(self._model, engine_config.layout)
+        check_fits(engine_config, self._model)
         bind = listen if listen is not None else config.cluster.bind
         host, port = parse_address(bind, "--listen" if listen is not None else "cluster.bind")
         secret = read_secret(config.cluster, host, os.environ)

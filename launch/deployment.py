@@ -21,8 +21,7 @@ from runtime.engine import Deployment
 from runtime.inbox import Inbox
 from runtime.loading import check_device, local_device, read_facts
 from runtime.models.config import ModelConfig, load_model_config
-from runtime.models.shards import check_layout
-from runtime.placing import first_placement, load_bytes
+from runtime.placing import check_fits, load_bytes
 from runtime.rank import settle
 from runtime.rank_channel import RankChannel
 from runtime.rank_watch import Patience, RankWatch, rank_names
@@ -49,8 +48,7 @@ def start(
     the model; RankFailure naming the rank that died. No process is left then.
     """
     model = load_model_config(config.model)
-    check_layout(model, config.layout, config.redundant_experts)
-    first_placement(config, model)  # refused here, in one line, rather than by every rank
+    check_fits(config, model)
     check_device(config.device)  # ranks would only find that they cannot meet
     local_device(config.device, 0, config.layout.ep)
     facts = read_facts(config)

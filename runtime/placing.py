@@ -8,6 +8,7 @@ from moe.balance import initial_placement
 from moe.placement import Placement, check_counts, load_placement
 from runtime.config import EngineConfig
 from runtime.models.config import ModelConfig, load_model_config
+from runtime.models.shards import check_layout
 
 
 def moe_layers(model: ModelConfig, *, with_mtp: bool) -> list[int]:
@@ -26,6 +27,12 @@ def first_placement(config: EngineConfig, model: ModelConfig) -> Placement | Non
     if config.placement_file is not None:
         return load_placement(Path(config.placement_file), layers, model.num_experts, num_ranks, num_slots)
     return initial_placement(layers, model.num_experts, num_ranks, num_slots)
+
+
+def check_fits(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError or FileNotFoundError, in one line, when the ranks of `config` cannot share the model."""
+    check_layout(model, config.layout, config.redundant_experts)
+    first_placement(config, model)
 
 
 def load_bytes(config: EngineConfig) -> int:
