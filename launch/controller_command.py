@@ -86,6 +86,7 @@ class _Session:
         view = StartupView(engine_config.layout.ep, sys.stderr)
         try:
             deployment = controller.deploy(watcher=view)
+            view.ready()
         finally:
             view.close()
         return generate.with_split_threshold(Engine(engine_config, deployment=deployment, on_event=report_recovery))

@@ -99,7 +99,9 @@ def _wait_ready(channel: RankChannel, num_ranks: int) -> list[dict[str, int]]:
         return channel.wait_ready()
     view = StartupView(num_ranks, sys.stderr)
     try:
-        return channel.wait_ready(view)
+        ranks = channel.wait_ready(view)
+        view.ready()
+        return ranks
     finally:
         view.close()
 

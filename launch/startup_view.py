@@ -50,8 +50,13 @@ class StartupView:
             text, share = self._described(names[self._done])
             self._show(text, share, force=False)
 
+    def ready(self) -> None:
+        """All ranks have loaded, whatever their vitals, which may come late from other hosts, said last."""
+        self._reached = [len(self._began)] * self._num_ranks
+        self.close()
+
     def close(self) -> None:
-        """Every phase is over, or start-up has failed."""
+        """Start-up is over, well or not: leave whole lines. May be called twice."""
         while self._done < len(self._began):
             self._finish()
 

@@ -111,6 +111,16 @@ def test_collectives_in_a_phase_make_no_line_of_their_own() -> None:
     assert out.getvalue() == "lockstep: meeting the other ranks: 1 of 1 done, 0.0 s\n"
 
 
+def test_ranks_that_are_ready_have_read_all_whatever_was_seen_of_them() -> None:
+    out = StringIO()
+    view = StartupView(2, out, clock=Clock())
+    view.update(vitals(loading(0), loading(2)))
+    view.ready()
+    view.close()
+    assert out.getvalue().splitlines()[-1].startswith("lockstep: loading weights: 200.0 MiB of 200.0 MiB (100 %)")
+    assert len(out.getvalue().splitlines()) == 1
+
+
 def test_a_start_that_fails_leaves_whole_lines() -> None:
     out = Terminal()
     view = StartupView(2, out, clock=Clock())
