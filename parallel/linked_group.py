@@ -164,23 +164,22 @@ class LinkedGroup:
 
     def _own(self, x: Tensor, send: Sequence[int]) -> Tensor:
         """The rows for the ranks of this host, in their order."""
-        parts = torch.split(x, list(send))
-        return parts[self.rank] if self._local is None else torch.cat([parts[rank] for rank in self._local_ranks])
+        if self._local is None:
+            return _rows(x, send, self.rank)
+        return torch.cat([_rows(x, send, rank) for rank in self._local_ranks])
 
     def _placing(self, local: Pending | None, own: Tensor, out: Tensor, receive: Sequence[int]) -> Callable[[], Tensor]:
         """How to put what the ranks of this host gave (`own`: this one, alone) in place in `out`, and get that."""
-        pieces = torch.split(out, list(receive))
+        if local is None:
+            _rows(out, receive, self.rank).copy_(own)
+            return lambda: out
 
         def place() -> Tensor:
-            if local is None:
-                return out
             given = torch.split(local.wait(), [receive[rank] for rank in self._local_ranks])
             for rank, rows in zip(self._local_ranks, given, strict=True):
-                pieces[rank].copy_(rows)
+                _rows(out, receive, rank).copy_(rows)
             return out
 
-        if local is None:
-            pieces[self.rank].copy_(own)
         return place
 
 
@@ -210,6 +209,12 @@ class _LinkedRows:
             self._group.finish(self._call)
             self._result = self._gather()
         return self._result
+
+
+def _rows(x: Tensor, counts: Sequence[int], rank: int) -> Tensor:
+    """The block of `rank`, where each rank has as many rows as `counts` says, in order."""
+    begin = sum(counts[:rank])
+    return x[begin : begin + counts[rank]]
 
 
 def _begins(counts: Sequence[int]) -> list[int]:
