@@ -27,9 +27,9 @@ from runtime.engine import Engine
 from runtime.recovery import RecoveryEvent
 from tests.cluster.faulty_rank import FOLDER
 from tests.cluster.injection import KINDS, Kind, Site
-from tests.cluster.namespaces import in_namespaces, start_worker_in_namespace
-from tests.cluster.processes import MARK, command, has_spare, marked, segments
+from tests.cluster.processes import MARK, command, has_spare, keeper_of, marked, segments
 from tests.cluster.report import Incident, Report, render
+from tests.cluster.starting import in_namespaces, start_worker_by_shell, start_worker_in_namespace
 from tests.cluster.streams import Streams, references, requests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,8 @@ def run_streams(streams: Streams, seconds: float, cluster: LocalCluster, spares:
 
 
 def _has_spares(cluster: LocalCluster) -> bool:
-    return all(has_spare(worker.pid) for worker in cluster.workers.values())
+    keepers = [keeper_of(worker.pid) for worker in cluster.workers.values()]
+    return all(keeper is not None and has_spare(keeper) for keeper in keepers)
 
 
 def run(options: argparse.Namespace, network: TextIO | None) -> Report:
@@ -151,13 +152,15 @@ def _cluster(options: argparse.Namespace, folder: Path, mark: str, network: Text
     overrides = [
         f"model.path={ROOT / 'configs' / 'minnow'}", "model.storage=float32", "model.max_model_len=128",
         "engine.max_num_seqs=8", f"parallel.dp={options.dp}", f"parallel.tp={options.tp}",
-        "cluster.max_restarts=1000000", *options.set,
+        "cluster.max_restarts=1000000",
+        'cluster.may_differ=["lockstep"]',  # somebody may work on this checkout while it runs
+        *options.set,
     ]
     inside = network is not None
     cluster = LocalCluster(
         config=None, ranks_per_node=nodes, overrides=overrides, rank_module="tests.cluster.faulty_rank",
         environment={FOLDER: str(folder), MARK: mark}, listen="10.77.0.1:0" if inside else None,
-        start_worker=start_worker_in_namespace(nodes) if inside else None,
+        start_worker=start_worker_in_namespace(nodes) if inside else start_worker_by_shell,
     )
     with cluster:
         yield cluster

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from launch.local_cluster import LocalCluster
-from tests.cluster.processes import rank_of, relay_of
+from tests.cluster.processes import is_running, keeper_of, rank_of, relay_of
 
 FIND_S = 10.0  # how long a target may be away, because the fault before has taken it
 PAUSE_S = 1.0  # a hiccup that must not restart anything
+STOP_S = 4.0  # longer than a stall may last, of somebody whom nobody waits for
 CUT_S = 6.0  # longer than a stall may last
 LAUNCHER_S = 0.5  # how long a launcher takes to start a worker again
 
@@ -42,7 +45,8 @@ class Site:
         while time.monotonic() < until:
             rank = self.rng.choice(ranks)
             worker = self.cluster.workers[rank]
-            pid = look(worker.pid) if worker.poll() is None else None
+            keeper = keeper_of(worker.pid) if worker.poll() is None else None
+            pid = look(keeper) if keeper is not None else None
             if pid is not None:
                 return rank, pid
             time.sleep(0.02)
@@ -111,19 +115,52 @@ def _signal_keeper(number: signal.Signals, after_s: float) -> Strike:
     """The launcher kills what is left of the worker and starts it again."""
 
     def strike(site: Site) -> str:
-        rank = site.rng.randrange(site.num_ranks)
-        worker = site.cluster.workers[rank]
-        worker.send_signal(number)
+        rank, pid = site.find("keeper", lambda keeper: keeper, list(range(site.num_ranks)))
+        os.kill(pid, number)
 
         def restart() -> None:
-            worker.kill()
-            worker.wait()
+            _kill(pid, signal.SIGKILL)
+            site.cluster.workers[rank].wait()
             site.cluster.start(rank)
 
         site.later(after_s, restart)
-        return f"keeper of rank {rank} (process {worker.pid})"
+        return f"keeper of rank {rank} (process {pid})"
 
     return strike
+
+
+def _kill_launcher(site: Site) -> str:
+    """The shell that has started a worker; the worker ends by itself, and the node's launcher comes again."""
+    rank = site.rng.randrange(site.num_ranks)
+    launcher = site.cluster.workers[rank]
+    keeper = keeper_of(launcher.pid)
+    launcher.kill()
+
+    def restart() -> None:
+        launcher.wait()
+        while keeper is not None and is_running(keeper):
+            time.sleep(0.02)
+        site.cluster.start(rank)
+
+    site.later(LAUNCHER_S, restart)
+    return f"launcher of rank {rank} (process {launcher.pid})"
+
+
+def _stop_launcher(site: Site) -> str:
+    rank = site.rng.randrange(site.num_ranks)
+    launcher = site.cluster.workers[rank].pid
+    os.kill(launcher, signal.SIGSTOP)
+    site.later(STOP_S, lambda: _kill(launcher, signal.SIGCONT))
+    return f"launcher of rank {rank} (process {launcher})"
+
+
+def _stop_controller(site: Site) -> str:
+    """This process: somebody else has to wake it up."""
+    me = os.getpid()
+    script = f"kill -STOP {me}; sleep {STOP_S}; kill -CONT {me}"
+    process = subprocess.Popen(["sh", "-c", script], stdin=subprocess.DEVNULL)
+    site.later(0.0, partial(_reap, process))
+    return f"controller (process {me})"
 
 
 def _raise(where: str) -> Strike:
@@ -150,6 +187,10 @@ def _stall(site: Site) -> str:
     return "all links"
 
 
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+
+
 def _kill(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -163,6 +204,9 @@ KINDS: Mapping[str, Kind] = {
     "stop-relay": Kind(strike=_signal_relay(signal.SIGSTOP)),
     "kill-keeper": Kind(strike=_signal_keeper(signal.SIGKILL, LAUNCHER_S)),
     "stop-keeper": Kind(strike=_signal_keeper(signal.SIGSTOP, 4.0), lasts_s=4.0),
+    "kill-launcher": Kind(strike=_kill_launcher),
+    "stop-launcher": Kind(strike=_stop_launcher, restarts=False, lasts_s=STOP_S),
+    "stop-controller": Kind(strike=_stop_controller, restarts=False, lasts_s=STOP_S),
     "raise-before": Kind(strike=_raise("before")),
     "raise-inside": Kind(strike=_raise("inside")),
     "raise-after": Kind(strike=_raise("after")),

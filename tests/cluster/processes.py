@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "LOCKSTEP_FAULTS_MARK"
+_WORKER = [b"-m", b"launch.worker"]
 _SERIAL = re.compile(r"--process=(\d+)")
 _RANK_MODULES = ("rank_epochs", "faulty_rank", "fake_cluster_rank")
 
@@ -25,6 +26,12 @@ def children(pid: int) -> list[int]:
 def command(pid: int) -> str:
     """The command line; "" for a zombie or a process that is gone."""
     return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def keeper_of(worker: int) -> int | None:
+    """The keeper that a worker is, or that a launcher in its place has started."""
+    found = [pid for pid in (worker, *children(worker)) if _read(pid, "cmdline").split(b"\0")[1:3] == _WORKER]
+    return found[0] if found else None
 
 
 def rank_of(keeper: int) -> int | None:
@@ -47,6 +54,11 @@ def has_spare(keeper: int) -> bool:
 
 def relay_of(keeper: int) -> int | None:
     return next((pid for pid in children(keeper) if "relay_main" in command(pid)), None)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not merely unreaped."""
+    return _read(pid, "stat").rpartition(b")")[2].split()[:1] not in ([], [b"Z"])
 
 
 def segments() -> list[str]:

@@ -1,4 +1,7 @@
-"""Nodes in network namespaces: the switch between them as a child, and this process again inside the first one."""
+"""How workers are started: by a shell that plays the launcher, or in network namespaces.
+
+In namespaces the switch between them is a child, and the program runs again inside the first one.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,14 @@ def in_namespaces(switch: Path, num_nodes: int, delay_ms: float, module: str, ar
         process.stdin.close()
         process.wait()
         process.stderr.close()
+
+
+def start_worker_by_shell(
+    _rank: int, command: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """For `LocalCluster.start_worker`: a process that starts the worker and waits for it, as launchers do."""
+    shell = ["sh", "-c", '"$@"; exit $?', "launcher", *command]
+    return subprocess.Popen(shell, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
 
 
 def start_worker_in_namespace(
