@@ -11,7 +11,8 @@ from runtime.load_progress import PHASE, Loaded, parse
 from runtime.vitals import READY, RankVital
 
 REFRESH_S = 0.2  # between two changes of a live line
-PLAIN_S, PLAIN_SHARE = 10.0, 0.05  # between two plain lines of one phase: this long, or this much of the bytes
+PLAIN_S, PLAIN_SHARE = 10.0, 0.05  # between two plain lines of one phase: this long, or this much of it,
+PLAIN_LEAST_S = 1.0  # but never less than this
 _GIB = 1 << 30
 
 
@@ -129,10 +130,13 @@ class StartupView:
                 self._out.write("\r" + line.ljust(self._width))
                 self._out.flush()
                 self._written, self._width = now, max(self._width, len(line))
-        elif force or now - self._written >= PLAIN_S or share >= self._written_share + PLAIN_SHARE:
+        elif force or now - self._written >= PLAIN_S or self._has_moved(now, share):
             self._out.write(line + "\n")
             self._out.flush()
             self._written, self._written_share = now, share
+
+    def _has_moved(self, now: float, share: float) -> bool:
+        return share >= self._written_share + PLAIN_SHARE and now - self._written >= PLAIN_LEAST_S
 
 
 def _bytes(count: int) -> str:
