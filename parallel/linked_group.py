@@ -18,6 +18,7 @@ from parallel.shm_group import OPERATIONS, ShmGroup
 from parallel.socket_link import Link
 from parallel.socket_mover import Mover
 
+LINGER_S = 1.0
 _GATHER, _SCATTER, _EXCHANGE, _UNEVEN, _SIZED = range(len(OPERATIONS))
 
 
@@ -137,8 +138,11 @@ class LinkedGroup:
                 link.attend(False)
 
     def close(self) -> None:
-        """Close the streams. Other ranks that wait for this one are told that it is lost."""
-        self._mover.close()
+        """Close the streams. Other ranks that wait for this one are told that it is lost.
+
+        What this rank has given in calls that it has done its part of still leaves, unless they are called off.
+        """
+        self._mover.close(0.0 if self._abort.is_set else LINGER_S)
         for link in self._links.values():
             link.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from typing import Protocol
 
 
@@ -55,8 +56,14 @@ class Mover:
         with self._lock:
             self._receiving.discard(stream)
 
-    def close(self) -> None:
-        """The thread has ended when this returns; what is still to be moved stays. A second time changes nothing."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """The thread has ended when this returns; `linger_s` bounds how long it goes on sending what is left to send.
+
+        A second time changes nothing.
+        """
+        deadline = time.monotonic() + linger_s
+        while self._sends() and time.monotonic() < deadline:
+            time.sleep(0.002)
         with self._lock:
             if self._closed:
                 return
@@ -66,6 +73,10 @@ class Mover:
         if thread is not None:
             thread.join()
         os.close(self._bell)
+
+    def _sends(self) -> bool:
+        with self._lock:
+            return bool(self._sending) and not self._closed
 
     def _ring(self) -> None:
         if self._closed:

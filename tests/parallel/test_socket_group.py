@@ -146,6 +146,21 @@ def test_messages_that_no_kernel_buffer_holds() -> None:
         assert made.run(work) == [True, True]
 
 
+def test_what_a_rank_gave_last_leaves_although_it_closes() -> None:
+    """Rank 0 has all that it needs and ends, as at a stop; 32 MB of it are still on the way."""
+    rows = 8 << 20
+
+    def work(rank: int, groups: RankGroups) -> float:
+        if rank == 0:
+            groups.ep.all_to_all_uneven(torch.ones(rows), (0, rows), (0, 0)).wait()
+            return 0.0
+        time.sleep(0.2)
+        return float(groups.ep.all_to_all_uneven(torch.ones(0), (0, 0), (rows, 0)).wait().sum())
+
+    with hosts(Layout(dp=2), (0, 1)) as made:
+        assert made.run(work)[1] == rows
+
+
 def test_large_messages_of_unknown_size() -> None:
     def work(rank: int, groups: RankGroups) -> list[list[int]]:
         found = []
