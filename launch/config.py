@@ -96,7 +96,8 @@ class ClusterSection(_Section):
 
     `bind`: HOST:PORT of the controller, port 0 for a free one. `advertise`: the address under which other hosts reach
     this host's ranks; the one that leads to the controller if left out. `secret_file`: holds the shared secret, unless
-    the environment has LOCKSTEP_SECRET. `join_s`: between the first rank that reports and the last. `stall_s`: without
+    the environment has LOCKSTEP_SECRET. `join_s`: between the first rank that reports and the last,
+    and for the controller to be reached. `stall_s`: without
     a sign of life. `reform_s`: for replacements, or a connection that heals, after a failure. `may_differ`: facts, by
     their names or the beginnings of them, in which nodes may differ (`nic`, `env NCCL_IB`).
     """

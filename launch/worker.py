@@ -25,7 +25,6 @@ from runtime.cluster.grants import fetch_grant, relay_socket_name
 from runtime.cluster.keeper_messages import KEEPER_FRAME, Hello, encode
 from runtime.cluster.line import AuthenticationFailed, FrameLine, LineError, VersionRefused, connect_line
 
-CONNECT_S = 20.0  # how long the controller is looked for
 CONTROLLER_VARIABLE, CONFIG_VARIABLE, ADVERTISE_VARIABLE = (
     "LOCKSTEP_CONTROLLER", "LOCKSTEP_CONFIG", "LOCKSTEP_ADVERTISE"
 )
@@ -67,9 +66,10 @@ def _work(options: argparse.Namespace, env: RankEnv) -> Verdict:
     config = load_config(options.config, options.set)
     host, port = parse_address(options.controller, f"--controller or {CONTROLLER_VARIABLE}")
     secret = read_secret(config.cluster, host, os.environ)
+    wait = config.cluster
     try:
         line = connect_line(
-            host, port, secret=secret, role="keeper", timeout_s=CONNECT_S, dead_after_s=config.cluster.reform_s
+            host, port, secret=secret, role="keeper", timeout_s=wait.join_s, dead_after_s=wait.reform_s
         )
     except (AuthenticationFailed, VersionRefused) as error:
         return Verdict(code=EXIT_CONFIG, text=str(error))

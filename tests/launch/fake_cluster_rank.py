@@ -1,7 +1,7 @@
 """A rank of a cluster without a model: `python -m tests.launch.fake_cluster_rank` imports no torch.
 
-It answers every step as tests/launch/fake_rank.py does. With FAKE_CLUSTER_RANK=RANK:EPOCH:STEP:WHAT it does something
-else once: raise, lose, hang, exit, or a signal by name.
+It answers every step as tests/launch/fake_rank.py does. FAKE_CLUSTER_RANK=RANK:EPOCH:STEP:WHAT,... has it do something
+else once in an epoch: raise, refuse, lose, wait, hang, exit, or a signal by name; step 0 is when it joins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ SCRIPT = "FAKE_CLUSTER_RANK"
 class FakeMember:
     def __init__(self, spec: ClusterRankSpec, abort: AbortSignal) -> None:
         self._spec, self._abort = spec, abort
-        self.num_loaded = 0
 
     @property
     def port(self) -> int:
@@ -33,7 +32,6 @@ class FakeMember:
 
     def join(self, join: RankJoin, segments: Mapping[str, int], vitals: RankVitals) -> Served:
         assert join.ports == [20_000 + rank for rank in range(self._spec.world_size)], join
-        self.num_loaded = self.num_loaded or 1
         return FakeServed(self._spec, join, vitals, self._abort)
 
     def leave(self) -> None:
@@ -45,8 +43,11 @@ class FakeServed:
 
     def __init__(self, spec: ClusterRankSpec, join: RankJoin, vitals: RankVitals, abort: AbortSignal) -> None:
         self._spec, self._vitals, self._abort = spec, vitals, abort
-        rank, epoch, step, self._what = os.environ.get(SCRIPT, "-1:0:0:").split(":")
-        self._step = int(step) if (int(rank), int(epoch)) == (spec.rank, join.epoch) else -1
+        self._step, self._what = -1, ""
+        for part in filter(None, os.environ.get(SCRIPT, "").split(",")):
+            rank, epoch, step, what = part.split(":")
+            if (int(rank), int(epoch)) == (spec.rank, join.epoch):
+                self._step, self._what = int(step), what
         self._steps = 0
         self._act()
 

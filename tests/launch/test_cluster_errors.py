@@ -1,0 +1,45 @@
+"""What ranks raise in a cluster: their own errors end them, the others' end only the epoch."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.exit_codes import EXIT_CONFIG
+from runtime.channel import RankFailure
+from tests.launch.cluster_driver import FakeCluster
+
+ONE_EPOCH_AFTER_THE_OTHER = "0:1:2:lose,1:2:2:raise,0:3:2:wait,0:4:0:exit"
+
+
+def test_only_who_is_at_fault_is_replaced() -> None:
+    with FakeCluster(script=ONE_EPOCH_AFTER_THE_OTHER) as cluster:
+        first = cluster.pids
+        assert "RuntimeError: Connection closed by peer" in cluster.failure()
+        cluster.recover()
+        assert cluster.pids == first, "who has lost the others is sound"
+
+        message = "rank 1 (dp 1, tp 0) failed in phase 'target' of step {}: KeyError: 'not\\nthere'"
+        step = cluster.next_step + 1
+        assert cluster.failure() == message.format(step)
+        cluster.recover()
+        assert cluster.pid(0) == first[0]
+        assert cluster.pid(1) != first[1]
+
+        cluster.steps(1)
+        second = cluster.pids
+        cluster.channel.send(cluster.plans())  # rank 0 waits in it, as if in a collective
+        cluster.kill(1)
+        assert cluster.failure().startswith("rank 1 (dp 1, tp 0) was killed by SIGKILL")
+        with pytest.raises(RankFailure, match=r"^rank 0 \(dp 0, tp 0\) exited with code 7"):
+            cluster.recover()  # rank 0 was called out of it, and ends when it joins again
+        cluster.recover()
+        assert not set(second) & set(cluster.pids)
+        cluster.steps(3)
+
+
+def test_a_mistake_that_a_rank_finds_ends_the_start_everywhere() -> None:
+    cluster = FakeCluster(script="1:1:0:refuse")
+    with pytest.raises(ValueError, match=r"^rank 1 \(dp 1, tp 0\): tensor w is missing"), cluster:
+        pass
+    assert cluster.local.wait() == {0: EXIT_CONFIG, 1: EXIT_CONFIG}
+    cluster.local.close()
