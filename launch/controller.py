@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from launch.cluster_address import format_address, parse_address, read_secret, write_address
@@ -26,7 +25,7 @@ from runtime.engine import Deployment
 from runtime.load_progress import StartupWatcher
 from runtime.loading import read_facts
 from runtime.models.config import load_model_config
-from runtime.placing import check_fits
+from runtime.placing import check_fits, even_nodes
 from runtime.rank import settle
 from runtime.rank_watch import Patience
 from runtime.recovery import RestartLimits
@@ -75,7 +74,12 @@ class Controller:
         facts = read_facts(config)
         sizes = choose_sizes(config, facts)
         rules = LaunchRules(config.layout.ep, gather_facts(self._config, None), cluster.may_differ)
-        memory = partial(_memory, config.layout, _MemorySizes.of(config, sizes))
+        memory_sizes, node_of_rank = _MemorySizes.of(config, sizes), list[int]()
+
+        def memory(epoch: int, nodes: Sequence[int]) -> EpochMemory:
+            node_of_rank[:] = nodes
+            return _memory(config.layout, memory_sizes, epoch, nodes)
+
         limits = _limits(cluster, gather_s)
         made = self._cluster = Cluster(self._acceptor, config.layout, rules, memory, limits, watcher)
         made.gather()
@@ -89,7 +93,7 @@ class Controller:
         assert made.sizes is not None
         return Deployment(
             facts=facts, sizes=made.sizes, channel=channel, recover=made.recover,
-            bytes_read=tuple(rank["bytes_read"] for rank in reported),
+            bytes_read=tuple(rank["bytes_read"] for rank in reported), ranks_per_node=even_nodes(node_of_rank),
             restarts=RestartLimits(max_restarts=cluster.max_restarts, window_s=cluster.restart_window_s),
         )
 

@@ -92,7 +92,10 @@ def _place_layer(
     per_node = num_ranks // num_blocks
     nodes = groups_of_nodes(loads, num_groups, num_blocks)
     parts = [_place_block(loads[experts], experts, per_node, num_slots) for experts in nodes]
-    return np.concatenate([experts for experts, _ in parts]), np.concatenate([shares for _, shares in parts])
+    experts, shares = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    if any(len(set(held)) < num_slots for held in experts.tolist()):
+        return _fill_up(experts, shares, loads)  # a node has more slots on a rank than experts
+    return experts, shares
 
 
 def _place_block(
@@ -108,9 +111,7 @@ def _place_block(
         candidates.append((float(parts.sum(0).max()), experts, parts))
     _, experts, parts = min(candidates, key=lambda candidate: candidate[0])
     holds = _holds(experts, len(loads))
-    total = parts.sum(1, keepdims=True)
-    shares = np.where(total > 0, parts / np.where(total > 0, total, 1.0), holds / holds.sum(1, keepdims=True))
-    return names[experts], _slot_shares(experts, shares)
+    return names[experts], _slot_shares(experts, _shares_of(parts, holds))
 
 
 def _without_duplicates(
@@ -127,18 +128,40 @@ def _without_duplicates(
     holds = counts > 0
     filled = []
     for rank, held in enumerate(slots):
-        kept = list(dict.fromkeys(held))
-        while len(kept) < num_slots:
-            absent = np.flatnonzero(~holds[:, rank])
-            if not len(absent):  # more slots than experts
-                kept.append(kept[len(kept) % len(loads)])
-                continue
-            best = absent[(loads / holds.sum(1))[absent].argmax()]
-            holds[best, rank] = True
-            kept.append(int(best))
-        filled.append(kept)
+        filled.append(_fill_rank(list(dict.fromkeys(held)), rank, loads, holds, num_slots))
     level_parts(parts, holds)
     return np.array(filled, np.int64), parts
+
+
+def _fill_up(experts: IntArray, shares: FloatArray, loads: FloatArray) -> tuple[IntArray, FloatArray]:
+    """Give second slots of an expert on one rank to busy experts of other nodes, and divide the loads anew."""
+    parts = np.zeros((len(loads), len(experts)))
+    np.add.at(parts, (experts, np.arange(len(experts))[:, None]), loads[experts] * shares)
+    holds = _holds(experts, len(loads))
+    filled = []
+    for rank, held in enumerate(experts.tolist()):
+        filled.append(_fill_rank(list(dict.fromkeys(held)), rank, loads, holds, len(held)))
+    level_parts(parts, holds)
+    return np.array(filled, np.int64), _slot_shares(np.array(filled, np.int64), _shares_of(parts, holds))
+
+
+def _fill_rank(kept: list[int], rank: int, loads: FloatArray, holds: NDArray[np.bool_], num_slots: int) -> list[int]:
+    """`kept`, and the busiest experts that the rank has not, up to `num_slots`; `holds` grows with them."""
+    while len(kept) < num_slots:
+        absent = np.flatnonzero(~holds[:, rank])
+        if not len(absent):  # more slots than experts
+            kept.append(kept[len(kept) % len(loads)])
+            continue
+        best = absent[(loads / holds.sum(1))[absent].argmax()]
+        holds[best, rank] = True
+        kept.append(int(best))
+    return kept
+
+
+def _shares_of(parts: FloatArray, holds: NDArray[np.bool_]) -> FloatArray:
+    """[num_experts, num_ranks] loads -> parts of 1; an expert without load is shared equally."""
+    total = parts.sum(1, keepdims=True)
+    return np.where(total > 0, parts / np.where(total > 0, total, 1.0), holds / holds.sum(1, keepdims=True))
 
 
 def _improve(experts: IntArray, parts: FloatArray) -> None:

@@ -46,6 +46,7 @@ class Deployment:
     sizes: Sizes
     channel: Channel
     bytes_read: tuple[int, ...]  # of weights, by each rank
+    ranks_per_node: int | None = None  # where nodes have equally many, else None
     recover: Recover | None = None
     restarts: RestartLimits = RestartLimits()
 
@@ -66,7 +67,8 @@ class Engine:
             deployment = _alone(config, loaded if loaded is not None else load_model(config))
         self.bytes_read = deployment.bytes_read
         self.facts, self.sizes, self._channel = deployment.facts, deployment.sizes, deployment.channel
-        self._balancer = ExpertBalancer(config, self._channel) if config.places_experts else None
+        per_node = config.ranks_per_node or deployment.ranks_per_node or config.layout.ep
+        self._balancer = ExpertBalancer(config, self._channel, per_node) if config.places_experts else None
         recover = deployment.recover
         if recover is not None and self._balancer is not None:
             recover = self._balancer.restoring(recover)

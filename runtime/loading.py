@@ -99,7 +99,6 @@ def load_model(
         experts = HeldExperts(
             placement=placement, layers=model.placed, fingerprints=model.fingerprints, model=model_config,
             folder=config.model, device=device, storage=config.storage,
-            ranks_per_node=config.ranks_per_node or config.layout.ep,
         )
     return LoadedModel(
         facts=read_facts(config, with_text=groups is None), model=model, drafter=drafter, device=device,

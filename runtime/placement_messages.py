@@ -46,6 +46,7 @@ class Stage:
     num_experts: int
     num_ranks: int
     num_slots: int
+    ranks_per_node: int  # whose replicas are near
     experts: bytes  # int32 [num_layers, num_ranks, num_slots]
     shares: bytes  # float32, the same
     fingerprints: bytes
@@ -85,11 +86,14 @@ PlacementRequest = AskLoads | Stage | MoveWeights | Place
 PlacementReply = Loads | Staged
 
 
-def stage(round_id: int, placement: Placement, source: str, fingerprints: NDArray[np.uint64] | None) -> Stage:
+def stage(
+    round_id: int, placement: Placement, source: str, fingerprints: NDArray[np.uint64] | None, ranks_per_node: int
+) -> Stage:
     return Stage(
         round_id=round_id, source=source, layers=list(placement.layers), num_experts=placement.num_experts,
         num_ranks=placement.num_ranks, num_slots=placement.num_slots, experts=placement.experts.tobytes(),
-        shares=placement.shares.tobytes(), fingerprints=b"" if fingerprints is None else fingerprints.tobytes(),
+        shares=placement.shares.tobytes(), ranks_per_node=ranks_per_node,
+        fingerprints=b"" if fingerprints is None else fingerprints.tobytes(),
     )
 
 

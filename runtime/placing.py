@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe.balance import initial_placement
@@ -33,6 +34,14 @@ def check_fits(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError or FileNotFoundError, in one line, when the ranks of `config` cannot share the model."""
     check_layout(model, config.layout, config.redundant_experts)
     first_placement(config, model)
+
+
+def even_nodes(node_of_rank: Sequence[int]) -> int | None:
+    """Ranks of each node where all have as many and those of a node follow one another, else None."""
+    size = list(node_of_rank).count(node_of_rank[0]) if node_of_rank else 0
+    blocks = [set(node_of_rank[begin : begin + size]) for begin in range(0, len(node_of_rank), size or 1)]
+    even = size > 0 and len(node_of_rank) % size == 0 and all(len(block) == 1 for block in blocks)
+    return size if even and len(set.union(*blocks)) == len(blocks) else None
 
 
 def load_bytes(config: EngineConfig) -> int:

@@ -59,7 +59,6 @@ class HeldExperts:
     folder: Path
     device: torch.device
     storage: Storage
-    ranks_per_node: int
 
 
 @dataclass
@@ -68,6 +67,7 @@ class _Round:
 
     round_id: int
     placement: Placement
+    ranks_per_node: int
     expected: Mapping[Key, int]
     missing: set[Key]  # what this rank lacks
     parts: dict[Key, Tensor] = field(default_factory=dict)  # values that have come so far
@@ -141,7 +141,7 @@ class RankExperts:
                     expected[layer, expert] = int(known[idx, expert])
                 if expert not in self._held.layers[layer].held:
                     missing.add((layer, expert))
-        self._round = current = _Round(message.round_id, placement, expected, missing)
+        self._round = current = _Round(message.round_id, placement, message.ranks_per_node, expected, missing)
         if not missing:
             current.arrived.put(None)
         threading.Thread(
@@ -153,7 +153,7 @@ class RankExperts:
         try:
             with torch.inference_mode():
                 for layer in current.placement.layers:
-                    table = replica_table(current.placement, layer, self._ep.rank, self._held.ranks_per_node)
+                    table = replica_table(current.placement, layer, self._ep.rank, current.ranks_per_node)
                     current.tables[layer] = table.to(self._held.device)
                 if source == "files":
                     self._read_files(current)

@@ -83,9 +83,10 @@ class _Round:
 class ExpertBalancer:
     """One round at a time: ask for loads, plan beside the steps, stage, change over. `turn` never waits."""
 
-    def __init__(self, config: EngineConfig, channel: object) -> None:
+    def __init__(self, config: EngineConfig, channel: object, ranks_per_node: int) -> None:
         """Raises ValueError or FileNotFoundError for a placement that does not fit the model or the layout."""
         self._config, self._model = config, load_model_config(config.model)
+        self._per_node = ranks_per_node
         placement = first_placement(config, self._model)
         assert placement is not None, "experts have fixed places"
         self.placement = placement
@@ -143,7 +144,7 @@ class ExpertBalancer:
         placing = _placing(channel)
         placing.replies()
         self._round_id += 1
-        placing.request(stage(self._round_id, self.placement, "files", self._fingerprints))
+        placing.request(stage(self._round_id, self.placement, "files", self._fingerprints, self._per_node))
         staged: dict[int, Staged] = {}
         while len(staged) < self.placement.num_ranks:
             for rank, reply in placing.replies():
@@ -210,7 +211,7 @@ class ExpertBalancer:
         current.planner.start()
 
     def _find(self, current: _Round, loads: Counts) -> None:
-        current.new = better_placement(self._config, self._model, self.placement, loads, current.min_gain)
+        current.new = better_placement(self._model, self._per_node, self.placement, loads, current.min_gain)
 
     def _stage(self, channel: PlacementChannel, current: _Round) -> None:
         if current.new is None:
@@ -220,11 +221,10 @@ class ExpertBalancer:
             self._finish(current)
             return
         source = self._config.expert_source
-        channel.request(stage(current.round_id, current.new, source, self._fingerprints))
+        channel.request(stage(current.round_id, current.new, source, self._fingerprints, self._per_node))
         current.staged = {}
         if source == "ranks":
-            per_node = self._config.ranks_per_node or self.placement.num_ranks
-            moves = plan_moves(self.placement, current.new, per_node)
+            moves = plan_moves(self.placement, current.new, self._per_node)
             size = 3 * self._model.moe_intermediate_size * self._model.hidden_size
             # Exchanges have room for the tokens of a full dispatch, whatever they run on.
             most = min(MOVE_VALUES, self._config.capacity * self._model.hidden_size)
@@ -264,12 +264,11 @@ class ExpertBalancer:
 
 
 def better_placement(
-    config: EngineConfig, model: ModelConfig, old: Placement, loads: Counts, min_gain: float
+    model: ModelConfig, ranks_per_node: int, old: Placement, loads: Counts, min_gain: float
 ) -> Placement:
     """Pure: the placement that follows `old` under `loads` [num_layers, num_experts]."""
-    per_node = config.ranks_per_node or old.num_ranks
     return place_experts(
-        loads, old.layers, num_ranks=old.num_ranks, num_slots=old.num_slots, num_nodes=old.num_ranks // per_node,
+        loads, old.layers, num_ranks=old.num_ranks, num_slots=old.num_slots, num_nodes=old.num_ranks // ranks_per_node,
         num_groups=model.router.num_groups if model.router is not None else 1, old=old, min_gain=min_gain,
     )
 

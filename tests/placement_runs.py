@@ -69,7 +69,7 @@ def move_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round ends in another placement, whatever the loads: as many experts move as can."""
     generator = np.random.default_rng(3)
 
-    def anything(_config: EngineConfig, _model: object, old: Placement, _loads: object, _gain: float) -> Placement:
+    def anything(_model: object, _per_node: int, old: Placement, _loads: object, _gain: float) -> Placement:
         loads = generator.random((len(old.layers), old.num_experts)) ** 6
         return place_experts(loads, old.layers, num_ranks=old.num_ranks, num_slots=old.num_slots)
 

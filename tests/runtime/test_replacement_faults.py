@@ -18,7 +18,7 @@ from runtime.engine import Deployment, Engine
 from runtime.loading import load_model, read_facts
 from runtime.models.config import load_model_config
 from runtime.placement_messages import Loads, Stage, placement_of, stage
-from runtime.placing import first_placement, load_bytes
+from runtime.placing import even_nodes, first_placement, load_bytes
 from runtime.rank_messages import decode_control, encode_control
 from runtime.recovery import RestartLimits
 from runtime.replacement import Rebalanced, _agreed
@@ -233,10 +233,19 @@ def test_without_placement_experts_stay_and_nothing_is_counted() -> None:
     assert load_bytes(config(dp=2, redundant_experts=4)) > 8 * 5 * 20
 
 
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [([0, 0, 1, 1], 2), ([3, 1, 0], 1), ([5, 5], 2), ([0, 0, 1], None), ([0, 1, 0, 1], None), ([0, 0, 1, 2], None),
+     ([0, 0, 1, 1, 0, 0], None), ([], None)],
+)
+def test_nodes_count_where_they_are_even(nodes: list[int], expected: int | None) -> None:
+    assert even_nodes(nodes) == expected
+
+
 def test_messages_that_do_not_hold_together_are_refused() -> None:
     placement = first_placement(config(dp=2, redundant_experts=4), load_model_config(MINNOW))
     assert placement is not None
-    message = stage(3, placement, "files", None)
+    message = stage(3, placement, "files", None, 2)
     decoded = decode_control(encode_control(message))
     assert isinstance(decoded, Stage)
     assert placement_of(decoded).same_as(placement)
