@@ -66,22 +66,21 @@ def gloo_group(rank: int, hosts: list[str], port: int) -> tuple[Group, Callable[
     return ProcessGroup("ep", dist.group.WORLD), dist.destroy_process_group
 
 
-def products(seconds: float) -> Callable[[], object]:
-    """Work of about that length on one thread."""
-    a = torch.randn(64, 512)
-    b = torch.randn(512, 512)
+class Products:
+    """Work on one thread: products of matrices, as many as take about the time wanted beside the other rank's."""
 
-    def run(times: int) -> None:
-        for _ in range(times):
-            torch.mm(a, b)
+    def __init__(self) -> None:
+        self._a, self._b = torch.randn(16, 256), torch.randn(256, 256)
+        self._times = 50
 
-    spent = []
-    for _ in range(10):
-        begin = time.perf_counter()
-        run(20)
-        spent.append(time.perf_counter() - begin)
-    times = max(1, round(20 * seconds / min(spent)))
-    return lambda: run(times)
+    def __call__(self) -> None:
+        for _ in range(self._times):
+            torch.mm(self._a, self._b)
+
+    def fit(self, wanted_ms: float, measured: Callable[[], float]) -> None:
+        """`measured`: what a call takes, in ms, by both ranks together."""
+        for _ in range(4):
+            self._times = max(1, round(self._times * wanted_ms / measured()))
 
 
 def together(group: Group, delay_s: float) -> None:
@@ -107,7 +106,10 @@ def measure(group: Group, num_bytes: int, args: argparse.Namespace) -> dict[str,
     usual = partial(usual_ms, group, args)
     alone = usual(lambda: group.all_to_all(x).wait())
     found = {"kb": num_bytes / 1024, "alone_ms": alone}
-    for name, work in (("sleep", lambda: time.sleep(alone / 1e3)), ("products", products(alone / 1e3))):
+    products = Products()
+    products.fit(alone, lambda: usual(products))
+    works: dict[str, Callable[[], object]] = {"sleep": lambda: time.sleep(alone / 1e3), "products": products}
+    for name, work in works.items():
 
         def step(work: Callable[[], object] = work) -> None:
             pending = group.all_to_all(x)
