@@ -41,7 +41,8 @@ def launched(folder: Path) -> Iterator[Launch]:
     workers = []
     try:
         for rank in range(2):
-            worker = [sys.executable, "-m", "launch.worker", "--controller", str(file), *SETTINGS, "--rank-module", FAKE]
+            worker = [sys.executable, "-m", "launch.worker", "--controller", str(file), "--rank-module", FAKE]
+            worker += SETTINGS
             environment = {
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
                 "FAKE_CLUSTER_RANK": "0:1:0:hang",
