@@ -113,15 +113,19 @@ class StepTimer:
 
     def point(self, rows: int) -> SplitPoint:
         """With `rows` requests in each dp group."""
-        try:
-            self.start(rows)
-            whole, halves = self._blocks()
-        finally:
-            self.end()
+        whole, halves = self.times(rows)
         return SplitPoint(
             num_tokens=-(-rows * (1 + self._k) // self._layout.tp), whole_s=statistics.median(whole),
             halves_s=statistics.median(halves),
         )
+
+    def times(self, rows: int) -> tuple[list[float], list[float]]:
+        """Seconds of single steps with `rows` requests in each dp group: whole, and as two halves."""
+        try:
+            self.start(rows)
+            return self._blocks()
+        finally:
+            self.end()
 
     def end(self) -> None:
         """Leave the engine without work."""

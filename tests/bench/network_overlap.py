@@ -1,0 +1,230 @@
+"""How much of a slow network two halves hide: step time whole and split, over batch sizes and one-way delays.
+
+    sudo python tests/bench/network_overlap.py --network .../delaynet.py --model CKPT
+    sudo python tests/bench/network_overlap.py --network ... --model CKPT --waits 10,2,12 --batches 32
+
+Ranks are processes in network namespaces (network_rank.py), dp of them; the engine drives them as on one machine. With
+`--waits A,S,E` attention, shared expert and experts of a layer take so many ms for the largest batch, asleep; without it
+they compute. A line of the table:
+
+    whole, halves     ms a decode step, by turns
+    waits             ms of them that a rank waits for exchanges over ep, by a trace of other steps
+    compute           ms of a whole step without delay, less what it waits for exchanges
+    network           ms that exchanges take one after the other: two a layer with experts, each one way
+    ideal             the larger of these two: nothing can be faster
+    hidden            how much of what whole steps wait for and the ideal does not is not waited for by halves
+    auto              what the threshold that these figures give makes of a step
+
+Two halves cannot always reach the ideal: each has its own exchanges one after the other, with nothing but the other's
+compute to hide them behind, so that a step takes half the compute and the network at least. `--trace FILE` keeps a trace
+of a few steps. `--quantile` below 0.5 suits a busy machine, which makes some steps longer and none shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import numpy as np
+
+from launch.deployment import start
+from launch.trace_file import start_trace, write_trace
+from parallel.trace import HALF_A, HALF_B, WHOLE
+from runtime.channel import Traceable
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.split_calibration import SplitPoint, StepTimer, choose_threshold, describe
+from runtime.step_planner import NEVER
+from tests.bench.network_rank import EXCHANGE, FOLDER, WAITS
+
+COLUMNS = ("whole", "halves", "auto", "whole_waits", "halves_waits", "compute", "network", "ideal")
+TRACED_STEPS = 8
+
+
+class Network:
+    """The switch, as a child; it takes commands."""
+
+    def __init__(self, switch: Path, num_hosts: int, rate_mbit: float) -> None:
+        command = [sys.executable, str(switch), "--hosts", str(num_hosts), "--rate-mbit", str(rate_mbit)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert self._process.stderr is not None
+        while b"ready" not in (line := self._process.stderr.readline()):
+            if not line:
+                raise RuntimeError(f"{switch} ended with code {self._process.wait()}: are you root?")
+
+    def delay(self, ms: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"delay {ms}\n".encode())
+        self._process.stdin.flush()
+        time.sleep(0.2)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+
+@contextmanager
+def engine_over(args: argparse.Namespace, exchange: str) -> Iterator[Engine]:
+    with tempfile.TemporaryDirectory() as folder:
+        largest = max(args.batches) * (1 + args.draft_tokens)
+        waits: dict[str, float] = {}
+        if args.waits:
+            attention, shared, experts = (1e3 * ms / largest for ms in args.waits)
+            waits = {"attention": attention, "shared": shared, "experts": experts}
+        os.environ.update({FOLDER: folder, EXCHANGE: exchange, WAITS: json.dumps(waits)})
+        config = EngineConfig(
+            model=args.model, dp=args.ranks, draft_tokens=args.draft_tokens, max_num_seqs=max(args.batches),
+            draft_method="mtp" if args.draft_tokens else "off", max_model_len=512, prefix_cache=False,
+        )
+        engine = Engine(config, deployment=start(config, module="tests.bench.network_rank"))
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One batch size: seconds of a step, and of it what a rank waits for exchanges, whole and as two halves."""
+
+    times: SplitPoint
+    whole_waits_s: float
+    halves_waits_s: float
+    num_exchanges: float  # of a whole step, one after the other
+
+
+def measure(args: argparse.Namespace, network: Network, exchange: str) -> list[dict[str, float | str]]:
+    """Rows of the table."""
+    rows: list[dict[str, float | str]] = []
+    with engine_over(args, exchange) as engine:
+        timer = StepTimer(engine, rounds=args.rounds)
+        network.delay(0.0)
+        timer.point(max(args.batches))  # warm up
+        plain = {batch: point(engine, timer, batch, args.quantile) for batch in args.batches}
+        for delay in args.delays:
+            network.delay(delay)
+            points = {batch: point(engine, timer, batch, args.quantile) for batch in args.batches}
+            measured = [found.times for found in points.values()]
+            threshold = choose_threshold(measured)
+            sys.stderr.write(f"{exchange}, {delay} ms: {describe(threshold, measured)}\n")
+            for batch, found in points.items():
+                figures = row(delay, plain[batch], found, threshold)
+                rows.append({"exchange": exchange, "delay": delay, "batch": batch, **figures})
+        if args.trace is not None:
+            trace(engine, timer, network, args)
+    return rows
+
+
+def point(engine: Engine, timer: StepTimer, batch: int, quantile: float) -> Point:
+    whole, halves = timer.times(batch)
+    timer.start(batch)
+    (whole_waits, num_exchanges), (halves_waits, _) = waits(engine, NEVER), waits(engine, 1)
+    timer.end()
+    num_tokens = batch * (1 + engine.config.k)
+    times = (float(np.quantile(seconds, quantile)) for seconds in (whole, halves))
+    return Point(
+        times=SplitPoint(num_tokens=num_tokens, whole_s=next(times), halves_s=next(times)), whole_waits_s=whole_waits,
+        halves_waits_s=halves_waits, num_exchanges=num_exchanges,
+    )
+
+
+def waits(engine: Engine, split_min_tokens: int) -> tuple[float, float]:
+    """Seconds a step that ranks wait for exchanges inside of passes, the median over steps, and the number of waits."""
+    assert isinstance(engine.channel, Traceable)
+    engine.planner.split_min_tokens = split_min_tokens
+    engine.step()
+    engine.channel.start_trace()
+    for _ in range(TRACED_STEPS):
+        engine.step()
+    seconds, count = [], 0
+    for rank in engine.channel.stop_trace():
+        found: dict[int, int] = defaultdict(int)
+        for span in rank.spans:
+            if span.name.startswith("wait for ") and span.track in (WHOLE, HALF_A, HALF_B):
+                found[span.step] += span.end - span.begin
+                count += 1
+        seconds += [1e-9 * total for total in found.values()]
+    return (float(np.median(seconds)) if seconds else 0.0), count / max(len(seconds), 1)
+
+
+def row(delay: float, plain: Point, found: Point, threshold: int) -> dict[str, float | str]:
+    times = found.times
+    compute_s = plain.times.whole_s - plain.whole_waits_s
+    network_s = found.num_exchanges * delay / 1e3
+    ideal_s = max(compute_s, network_s)
+    needless_s = found.whole_waits_s - max(network_s - compute_s, 0.0)
+    return {
+        "whole": times.whole_s, "halves": times.halves_s, "whole_waits": found.whole_waits_s,
+        "halves_waits": found.halves_waits_s, "compute": compute_s, "network": network_s, "ideal": ideal_s,
+        "hidden": (found.whole_waits_s - found.halves_waits_s) / max(needless_s, 1e-9),
+        "auto": times.halves_s if times.num_tokens >= threshold else times.whole_s,
+    }
+
+
+def trace(engine: Engine, timer: StepTimer, network: Network, args: argparse.Namespace) -> None:
+    """Some steps of the largest batch at the middle delay, whole and as two halves."""
+    network.delay(sorted(args.delays)[len(args.delays) // 2])
+    timer.start(max(args.batches))
+    start_trace(engine)
+    for threshold in (NEVER, 1):
+        engine.planner.split_min_tokens = threshold
+        for _ in range(4):
+            engine.step()
+    sys.stderr.write(write_trace(engine, args.trace) + "\n")
+    timer.end()
+
+
+def table(rows: Sequence[dict[str, float | str]]) -> str:
+    names = ("exchange", "delay, ms", "batch", *(name.replace("_", ", ") for name in COLUMNS), "hidden")
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for found in rows:
+        times = (f"{1e3 * float(found[name]):.1f}" for name in COLUMNS)
+        cells = str(found["exchange"]), str(found["delay"]), str(found["batch"]), *times
+        lines.append("| " + " | ".join(cells) + f" | {100 * float(found['hidden']):.0f} % |")
+    return "\n".join(lines)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", type=Path, required=True, help="the switch between namespaces")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--exchanges", default="sockets,gloo")
+    parser.add_argument("--delays", type=numbers, default=[0.5, 2.0, 5.0], help="one-way, in ms")
+    parser.add_argument("--rate-mbit", type=float, default=0.0, help="of a host; 0: no limit")
+    parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 64], help="requests of each rank")
+    parser.add_argument("--draft-tokens", type=int, default=1)
+    parser.add_argument("--waits", type=numbers, help="ms a layer for attention, shared expert, experts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quantile", type=float, default=0.5)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    args.batches = [int(batch) for batch in args.batches]
+    network, rows = Network(args.network, args.ranks, args.rate_mbit), []
+    try:
+        for exchange in args.exchanges.split(","):
+            rows += measure(args, network, exchange)
+    finally:
+        network.close()
+    sys.stdout.write((json.dumps(rows) if args.json else table(rows)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
