@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launch.network import interface_of
 from launch.rank_epochs import ClusterRankSpec
 from runtime.cluster.fd_passing import receive_message, send_message
 from runtime.cluster.keeper_messages import FromRank, ToRank, decode_from_rank, encode
@@ -19,6 +20,7 @@ from runtime.cluster.line_errors import LineError
 
 RANK_MODULE = "launch.rank_epochs"
 RELAY_MODULE = "launch.relay_main"
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 REAP_S = 5.0
 
 
@@ -99,7 +101,11 @@ class ChildStarter:
         return Child(_start(self.relay_module, [], self.relay_spec, [], self._variables()))
 
     def _variables(self) -> Mapping[str, str]:
-        return {"OMP_NUM_THREADS": str(self.spec.threads)}
+        variables = {"OMP_NUM_THREADS": str(self.spec.threads)}
+        interface = interface_of(self.spec.host)
+        if interface is not None and GLOO_VARIABLE not in os.environ:  # gloo would ask for the address of our name
+            variables[GLOO_VARIABLE] = interface
+        return variables
 
 
 def _start(

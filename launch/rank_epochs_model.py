@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -9,7 +11,8 @@ from launch.config import LaunchConfig
 from launch.rank_epochs import ClusterRankSpec, Member
 from parallel.abort import AbortSignal
 from parallel.group import SoloGroup
-from parallel.layout import RankGroups, with_ledger
+from parallel.groups import host_store, join_ranks, leave_ranks
+from parallel.layout import RankGroups, build_groups, solo_groups, with_ledger
 from parallel.ledger import Ledger
 from parallel.socket_group import ExchangeListener, build_host_groups, close_groups
 from parallel.switch_group import SwitchGroup
@@ -42,6 +45,8 @@ class ModelMember:
         self._vitals: RankVitals | None = None
         self._trace = Recorder()  # the model keeps it, as it keeps its groups
         self._served: ServedRank | None = None
+        self._store: object = None  # what the ranks meet over, where they exchange through torch.distributed
+        self._has_joined = False  # torch.distributed
 
     @property
     def port(self) -> int:
@@ -51,7 +56,8 @@ class ModelMember:
         self._vitals, vitals.trace = vitals, self._trace
         vitals.phase("meeting the other ranks")
         vitals.waiting(text_field("rendezvous"))  # what goes wrong in here is the others' doing
-        self._groups = groups = self._meet(join, segments)
+        meet = self._meet if self._config.shares_memory else self._meet_by_torch
+        self._groups = groups = meet(join, segments)
         groups = watch_groups(self._wrap(groups) if self._wrap is not None else groups, vitals)
         vitals.waited()
         self._tp.use(groups.tp)
@@ -64,9 +70,12 @@ class ModelMember:
     def leave(self) -> None:
         self._tp.use(None)
         self._ep.use(None)
-        if self._groups is not None:
-            close_groups(self._groups)
-        self._groups, self._vitals = None, None
+        if self._config.shares_memory:
+            if self._groups is not None:
+                close_groups(self._groups)
+        elif self._has_joined:
+            leave_ranks(self._groups or solo_groups())
+        self._groups, self._vitals, self._has_joined = None, None, False
 
     def _meet(self, join: RankJoin, segments: Mapping[str, int]) -> RankGroups:
         return build_host_groups(
@@ -75,6 +84,18 @@ class ModelMember:
             slot_bytes=join.slot_bytes, listener=self._listener, secret=bytes.fromhex(self._spec.secret),
             sleeper=best_sleeper(), abort=self._abort,
         )
+
+    def _meet_by_torch(self, join: RankJoin, _segments: Mapping[str, int]) -> RankGroups:
+        """For accelerators. Rank 0 hosts the store, where its exchanges would be met otherwise."""
+        spec, device_type = self._spec, self._config.device.partition(":")[0]
+        if spec.rank == 0 and self._store is None:
+            self._store = host_store(socket.socket(fileno=os.dup(self._listener.fileno())))
+        self._has_joined = True
+        join_ranks(
+            spec.rank, spec.world_size, host=join.hosts[0], port=join.ports[0], device_type=device_type,
+            epoch=join.epoch,
+        )
+        return build_groups(self._config.layout, device_type, self._abort)
 
     def _load(self) -> ServedRank:
         tp, ep = (group if group.size > 1 else SoloGroup(group.name) for group in (self._tp, self._ep))
