@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import warnings
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -26,7 +27,7 @@ def listen_locally() -> socket.socket:
 
 def listen_at(host: str) -> socket.socket:
     """A listening socket for `host_store`, on a free port of `host`, an address of this machine."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind((host, 0))
         listener.listen()
@@ -38,22 +39,23 @@ def listen_at(host: str) -> socket.socket:
 
 def host_store(listener: socket.socket) -> TCPStore:
     """The store that the ranks meet over; it takes the listener and lasts as long as the returned object."""
-    host, port = listener.getsockname()
+    host, port = listener.getsockname()[:2]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def join_ranks(
-    rank: int, num_ranks: int, *, port: int, device_type: str, host: str = HOST, epoch: int = 0
+    rank: int, num_ranks: int, *, port: int, device_type: str, host: str = HOST, epoch: int = 0,
+    timeout: timedelta | None = None,
 ) -> None:
     """Start torch.distributed in this process, with the ranks that join `epoch` over the store at `host`:`port`.
 
-    Collective; raises RuntimeError when another rank does not come.
+    Collective; raises RuntimeError when another rank does not come within `timeout` (None: the library's).
     """
     # Newer versions of torch have other names for some collectives, which the oldest one we support has not.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     store = PrefixStore(f"epoch {epoch}", TCPStore(host, port, is_master=False, wait_for_workers=False))
     backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
 
 
 def leave_ranks(groups: RankGroups) -> None:

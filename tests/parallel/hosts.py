@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from runtime.futex import best_sleeper
 T = TypeVar("T")
 SLOT_BYTES = 1 << 16
 SECRET = b"only for tests"
-TIMEOUT_S = 30.0
+TIMEOUT_S, PROCESS_TIMEOUT_S = 30.0, 120.0
 
 
 @dataclass
@@ -101,3 +103,29 @@ def hosts(layout: Layout, node_of_rank: Sequence[int], slot_bytes: int = SLOT_BY
         made = Hosts(layout, node_of_rank, listeners, aborts, stack, [])
         made.new_segments(slot_bytes)
         yield made
+
+
+def meet_as_process(
+    layout: Layout, rank: int, folder: Path, listener: ExchangeListener, abort: AbortSignal, epoch: int
+) -> RankGroups:
+    """Groups of a process that is the only rank of its host; the others are found through files."""
+    put(folder / f"port{rank}", str(listener.port))
+    ports = [int(get(folder / f"port{peer}")) for peer in range(layout.ep)]
+    return build_host_groups(
+        layout, rank, epoch=epoch, addresses=[(listener.host, port) for port in ports], node_of_rank=range(layout.ep),
+        segments={}, slot_bytes=0, listener=listener, secret=SECRET, sleeper=best_sleeper(), abort=abort,
+    )
+
+
+def put(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.rename(path)
+
+
+def get(path: Path) -> str:
+    deadline = time.monotonic() + PROCESS_TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.005)
+    return path.read_text()
