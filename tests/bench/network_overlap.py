@@ -3,9 +3,9 @@
     sudo python tests/bench/network_overlap.py --network .../delaynet.py --model CKPT
     sudo python tests/bench/network_overlap.py --network ... --model CKPT --waits 10,2,12 --batches 32
 
-Ranks are processes in network namespaces (network_rank.py), dp of them; the engine drives them as on one machine. With
-`--waits A,S,E` attention, shared expert and experts of a layer take so many ms for the largest batch, asleep; without it
-they compute. A line of the table:
+Ranks are processes in network namespaces (network_rank.py), dp of them; the engine drives them as on one machine.
+With `--waits A,S,E` attention, shared expert and experts of a layer take so many ms for the largest batch, asleep;
+without it they compute. A line of the table:
 
     whole, halves     ms a decode step, by turns
     waits             ms of them that a rank waits for exchanges over ep, by a trace of other steps
@@ -13,11 +13,13 @@ they compute. A line of the table:
     network           ms that exchanges take one after the other: two a layer with experts, each one way
     ideal             the larger of these two: nothing can be faster
     hidden            how much of what whole steps wait for and the ideal does not is not waited for by halves
+    gained            how much of what whole steps take longer than the ideal halves do not
     auto              what the threshold that these figures give makes of a step
 
 Two halves cannot always reach the ideal: each has its own exchanges one after the other, with nothing but the other's
-compute to hide them behind, so that a step takes half the compute and the network at least. `--trace FILE` keeps a trace
-of a few steps. `--quantile` below 0.5 suits a busy machine, which makes some steps longer and none shorter.
+compute to hide them behind, so that a step takes half the compute and the network at least; the last exchange of a pass
+has nothing at all. `gained` also counts what is done twice where there are two halves. `--trace FILE` keeps a trace of
+a few steps. `--quantile` below 0.5 suits a busy machine, which makes some steps longer and none shorter.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import numpy as np
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from launch.deployment import start
 from launch.trace_file import start_trace, write_trace
@@ -93,6 +97,25 @@ def engine_over(args: argparse.Namespace, exchange: str) -> Iterator[Engine]:
             yield engine
         finally:
             engine.close()
+
+
+def deepen(model: Path, num_layers: int, folder: Path) -> Path:
+    """The same checkpoint with as many layers, those with experts repeated: for times, its text is nonsense."""
+    config = json.loads((model / "config.json").read_text())
+    dense, last = config["first_k_dense_replace"], config["num_hidden_layers"]
+    source = {dense + i: dense + i % (last - dense) for i in range(num_layers - dense)} | {i: i for i in range(dense)}
+    source |= {num_layers + i: last + i for i in range(config["num_nextn_predict_layers"])}
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            head, _, rest = name.partition("model.layers.")
+            number, _, tail = rest.partition(".")
+            copies = [new for new, old in source.items() if rest and str(old) == number]
+            names = [f"{head}model.layers.{new}.{tail}" for new in copies] if rest else [name]
+            tensors |= {new: tensor.clone() for new in names}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    return folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +192,7 @@ def row(delay: float, plain: Point, found: Point, threshold: int) -> dict[str, f
         "whole": times.whole_s, "halves": times.halves_s, "whole_waits": found.whole_waits_s,
         "halves_waits": found.halves_waits_s, "compute": compute_s, "network": network_s, "ideal": ideal_s,
         "hidden": (found.whole_waits_s - found.halves_waits_s) / max(needless_s, 1e-9),
+        "gained": (times.whole_s - times.halves_s) / max(times.whole_s - ideal_s, 1e-9),
         "auto": times.halves_s if times.num_tokens >= threshold else times.whole_s,
     }
 
@@ -187,12 +211,13 @@ def trace(engine: Engine, timer: StepTimer, network: Network, args: argparse.Nam
 
 
 def table(rows: Sequence[dict[str, float | str]]) -> str:
-    names = ("exchange", "delay, ms", "batch", *(name.replace("_", ", ") for name in COLUMNS), "hidden")
+    names = ("exchange", "delay, ms", "batch", *(name.replace("_", ", ") for name in COLUMNS), "hidden", "gained")
     lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     for found in rows:
         times = (f"{1e3 * float(found[name]):.1f}" for name in COLUMNS)
         cells = str(found["exchange"]), str(found["delay"]), str(found["batch"]), *times
-        lines.append("| " + " | ".join(cells) + f" | {100 * float(found['hidden']):.0f} % |")
+        shares = (f"{100 * float(found[name]):.0f} %" for name in ("hidden", "gained"))
+        lines.append("| " + " | ".join([*cells, *shares]) + " |")
     return "\n".join(lines)
 
 
@@ -204,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", type=Path, required=True, help="the switch between namespaces")
     parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--layers", type=int, help="the model's, some of them repeated; as many as it has if left out")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--exchanges", default="sockets,gloo")
     parser.add_argument("--delays", type=numbers, default=[0.5, 2.0, 5.0], help="one-way, in ms")
@@ -218,11 +244,14 @@ def main() -> None:
     args = parser.parse_args()
     args.batches = [int(batch) for batch in args.batches]
     network, rows = Network(args.network, args.ranks, args.rate_mbit), []
-    try:
-        for exchange in args.exchanges.split(","):
-            rows += measure(args, network, exchange)
-    finally:
-        network.close()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.layers:
+            args.model = deepen(args.model, args.layers, Path(folder))
+        try:
+            for exchange in args.exchanges.split(","):
+                rows += measure(args, network, exchange)
+        finally:
+            network.close()
     sys.stdout.write((json.dumps(rows) if args.json else table(rows)) + "\n")
 
 

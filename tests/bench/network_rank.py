@@ -3,8 +3,8 @@
     python tests/bench/network_overlap.py ... starts it.
 
 Plans and results go through shared memory as on one machine: only exchanges between ranks cross the network. With
-waits, attention, experts, shared experts and dense MLPs give zeros after as long as LOCKSTEP_BENCH_WAITS says: cores are
-then no bottleneck, and half the tokens take half the time.
+waits, attention, experts, shared experts and dense MLPs give zeros after as long as LOCKSTEP_BENCH_WAITS says: cores
+are then no bottleneck, and half the tokens take half the time.
 """
 
 from __future__ import annotations
