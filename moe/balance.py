@@ -12,6 +12,7 @@ from moe.placement import Placement
 from moe.shares import level_parts
 
 MAX_SWAPS = 32  # of two experts between the busiest rank of a layer and another
+EVEN = 1.001  # busiest rank over the mean, at which a layer is left as it is
 SWAP_GAIN = 1e-4  # of the busiest rank's load, below which a swap is not worth a move
 
 
@@ -109,6 +110,8 @@ def _place_block(
         experts, parts = _without_duplicates(slots, loads, num_slots)
         _improve(experts, parts)
         candidates.append((float(parts.sum(0).max()), experts, parts))
+        if _is_even(parts.sum(0)):
+            break
     _, experts, parts = min(candidates, key=lambda candidate: candidate[0])
     holds = _holds(experts, len(loads))
     return names[experts], _slot_shares(experts, _shares_of(parts, holds))
@@ -168,7 +171,7 @@ def _improve(experts: IntArray, parts: FloatArray) -> None:
     """Swap experts between the busiest rank and another while that helps; in place."""
     for _ in range(MAX_SWAPS):
         totals = parts.sum(0)
-        swap = _best_swap(experts, parts, totals)
+        swap = None if _is_even(totals) else _best_swap(experts, parts, totals)
         if swap is None:
             return
         busy, slot, other, other_slot = swap
@@ -176,7 +179,12 @@ def _improve(experts: IntArray, parts: FloatArray) -> None:
         experts[busy, slot], experts[other, other_slot] = theirs, mine
         for expert, giver, taker in ((mine, busy, other), (theirs, other, busy)):
             parts[expert, taker], parts[expert, giver] = parts[expert, giver], 0.0
-        level_parts(parts, _holds(experts, len(parts)), sweeps=2)
+        touched = np.unique(experts[[busy, other]]).tolist()
+        level_parts(parts, _holds(experts, len(parts)), sweeps=2, only=touched)
+
+
+def _is_even(totals: FloatArray) -> bool:
+    return bool(totals.max() <= EVEN * totals.mean())
 
 
 def _best_swap(experts: IntArray, parts: FloatArray, totals: FloatArray) -> tuple[int, int, int, int] | None:

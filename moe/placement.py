@@ -46,6 +46,13 @@ class Placement:
         np.add.at(found, (layer, self.experts, rank), self.shares)
         return found
 
+    def layer_shares(self, layer: int) -> NDArray[np.float64]:
+        """[num_experts, num_ranks] of the model's layer number `layer`."""
+        idx = self.index(layer)
+        found = np.zeros((self.num_experts, self.num_ranks))
+        np.add.at(found, (self.experts[idx], np.arange(self.num_ranks)[:, None]), self.shares[idx])
+        return found
+
     def holds(self) -> NDArray[np.bool_]:
         """[num_layers, num_experts, num_ranks]: who holds what."""
         found = np.zeros((len(self.layers), self.num_experts, self.num_ranks), bool)

@@ -12,6 +12,8 @@ from moe.router import Routing
 from moe.shares import traffic
 
 PERIOD = 60  # entries of a table row: divided by every number of replicas up to 6
+# Share no factor with it: over neighbours every place of a row comes first, of two or three parts each in turn.
+RANK_TURN, ROW_TURN = 37, 23
 
 
 class ReplicaMap:
@@ -56,20 +58,19 @@ class ReplicaMap:
 
 def replica_table(placement: Placement, layer: int, rank: int, ranks_per_node: int) -> Tensor:
     """[num_experts + 1, PERIOD] int64 for `ReplicaMap` on `rank`: near replicas first, as far as the shares allow."""
-    idx = placement.index(layer)
-    shares = placement.rank_shares()[idx]  # [num_experts, num_ranks]
-    rows = traffic(shares, ranks_per_node)[:, rank]  # [num_experts, num_ranks]
+    rows = traffic(placement.layer_shares(layer), ranks_per_node, rank)  # [num_experts, num_ranks]
     ranks = spread(rows, rank)  # [num_experts, PERIOD]
-    slots = first_slots(placement.experts[idx], placement.num_experts)  # [num_experts, num_ranks]
+    slots = first_slots(placement.experts[placement.index(layer)], placement.num_experts)  # [num_experts, num_ranks]
     physical = ranks * placement.num_slots + np.take_along_axis(slots, ranks, 1)
     nowhere = np.full((1, PERIOD), placement.num_ranks * placement.num_slots)
     return torch.from_numpy(np.concatenate((physical, nowhere)))
 
 
-def spread(rows: NDArray[np.float64], first: int) -> NDArray[np.int64]:
+def spread(rows: NDArray[np.float64], rank: int) -> NDArray[np.int64]:
     """[n, num_ranks] parts of 1 -> [n, PERIOD] ranks in these parts, evenly mixed, also over any few entries in a row.
 
-    `first` turns the rows, so that the first tokens of different ranks do not all take the same replica.
+    Small batches only ever see the first entries. So each row begins elsewhere, by its number and by `rank`: what a few
+    entries favour then differs from expert to expert and from rank to rank.
     """
     credit = np.zeros_like(rows)
     taken = np.empty((len(rows), PERIOD), np.int64)
@@ -79,7 +80,8 @@ def spread(rows: NDArray[np.float64], first: int) -> NDArray[np.int64]:
         # Of equal credits the lowest rank; rounding must not break what is meant to be a tie.
         taken[:, entry] = np.round(credit, 9).argmax(1)
         credit[here, taken[:, entry]] -= 1.0
-    return np.roll(taken, -first, axis=1)
+    begin = rank * RANK_TURN + here * ROW_TURN
+    return np.take_along_axis(taken, (begin[:, None] + np.arange(PERIOD)) % PERIOD, 1)
 
 
 def first_slots(experts: NDArray[np.int32], num_experts: int) -> NDArray[np.int64]:

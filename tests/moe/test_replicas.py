@@ -13,7 +13,7 @@ from moe.dispatcher import DispatchKind, LocalDispatcher
 from moe.layer import MoeLayer
 from moe.moves import in_batches, plan_moves
 from moe.placed import PlacedLayer
-from moe.placement import Placement
+from moe.placement import Placement, imbalance
 from moe.replicas import PERIOD, ReplicaMap, first_slots, replica_table, spread
 from moe.router import Router, Routing
 from moe.shares import traffic
@@ -37,7 +37,7 @@ def test_traffic_gives_every_replica_its_share(seed: int, shape: tuple[int, int]
     shares[np.random.default_rng(seed + 1).random(shares.shape) < 0.4] = 0.0
     shares[:, 0] += 1e-3
     shares /= shares.sum(1, keepdims=True)
-    sent = traffic(shares, per_node)
+    sent = np.stack([traffic(shares, per_node, rank) for rank in range(num_ranks)], 1)  # [5, from, to]
     assert (sent >= -1e-12).all()
     assert sent.sum(2) == pytest.approx(1.0)
     assert sent.mean(1) == pytest.approx(shares), "replicas get other parts than they should"
@@ -71,6 +71,30 @@ def test_entries_follow_the_parts_also_over_a_few() -> None:
         assert counts == pytest.approx(row * PERIOD, abs=1)
     assert taken[0, :4].tolist() == [0, 1, 0, 1]
     assert spread(rows, 1)[0, :4].tolist() == [1, 0, 1, 0], "the first tokens of two ranks take different replicas"
+    many = np.repeat(rows[:2], 30, 0)
+    for part in (many[:30], many[30:]):
+        counts = np.bincount(spread(part, 2)[:, 0], minlength=3)
+        assert counts == pytest.approx(part[0] * 30, abs=1), "the first tokens of many experts go everywhere"
+
+
+@pytest.mark.parametrize("per_node", [4, 2])
+@pytest.mark.parametrize(("batch", "limit"), [(8, 1.15), (64, 1.05)])
+def test_ranks_get_the_load_that_the_placement_means_them_to_have(per_node: int, batch: int, limit: float) -> None:
+    """Small batches see the first entries of a table only, and come less close."""
+    generator = torch.Generator().manual_seed(0)
+    law = 1.0 / torch.arange(1, 17) ** 1.5
+    loads = (1e4 * law).numpy().astype(np.float64)[None]
+    placement = place_experts(loads, [0], num_ranks=4, num_slots=6)
+    arrived = np.zeros(4)
+    for rank in range(4):
+        replicas = ReplicaMap(replica_table(placement, 0, rank, per_node))
+        for _ in range(3200 // batch):
+            ids = torch.multinomial(law, batch, replacement=True, generator=generator).view(batch, 1)
+            slots = replicas(Routing(ids, torch.ones(batch, 1))).expert_ids
+            arrived += np.bincount(slots.flatten().numpy() // 6, minlength=4)
+    assert arrived.max() / arrived.mean() < limit
+    first = initial_placement([0], 16, 4, 6)
+    assert imbalance(first, loads)[0] > 1.3, "without it one rank has far more"
 
 
 def test_a_token_with_a_replica_here_stays_here() -> None:
