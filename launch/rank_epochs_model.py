@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from launch.config import LaunchConfig
 from launch.rank_epochs import ClusterRankSpec, Member
 from parallel.abort import AbortSignal
 from parallel.group import SoloGroup
-from parallel.groups import host_store, join_ranks, leave_ranks
-from parallel.layout import RankGroups, build_groups, solo_groups, with_ledger
+from parallel.layout import RankGroups, with_ledger
 from parallel.ledger import Ledger
 from parallel.socket_group import ExchangeListener, build_host_groups, close_groups
 from parallel.switch_group import SwitchGroup
+from parallel.torch_ranks import join_over
 from parallel.trace import Recorder
 from runtime.cluster.keeper_messages import RankJoin
 from runtime.futex import best_sleeper
@@ -41,12 +40,10 @@ class ModelMember:
         layout = config.layout
         self._tp = SwitchGroup("tp", layout.tp_rank(spec.rank), layout.tp)
         self._ep = SwitchGroup("ep", spec.rank, layout.ep)
-        self._groups: RankGroups | None = None  # of this epoch
+        self._part: Callable[[], None] | None = None  # from the other ranks of this epoch
         self._vitals: RankVitals | None = None
         self._trace = Recorder()  # the model keeps it, as it keeps its groups
         self._served: ServedRank | None = None
-        self._store: object = None  # what the ranks meet over, where they exchange through torch.distributed
-        self._has_joined = False  # torch.distributed
 
     @property
     def port(self) -> int:
@@ -56,8 +53,7 @@ class ModelMember:
         self._vitals, vitals.trace = vitals, self._trace
         vitals.phase("meeting the other ranks")
         vitals.waiting(text_field("rendezvous"))  # what goes wrong in here is the others' doing
-        meet = self._meet if self._config.shares_memory else self._meet_by_torch
-        self._groups = groups = meet(join, segments)
+        groups = self._meet(join, segments)
         groups = watch_groups(self._wrap(groups) if self._wrap is not None else groups, vitals)
         vitals.waited()
         self._tp.use(groups.tp)
@@ -70,32 +66,26 @@ class ModelMember:
     def leave(self) -> None:
         self._tp.use(None)
         self._ep.use(None)
-        if self._config.shares_memory:
-            if self._groups is not None:
-                close_groups(self._groups)
-        elif self._has_joined:
-            leave_ranks(self._groups or solo_groups())
-        self._groups, self._vitals, self._has_joined = None, None, False
+        if self._part is not None:
+            self._part()
+        self._part, self._vitals = None, None
 
     def _meet(self, join: RankJoin, segments: Mapping[str, int]) -> RankGroups:
-        return build_host_groups(
+        met = build_host_groups(
             self._config.layout, self._spec.rank, epoch=join.epoch,
             addresses=list(zip(join.hosts, join.ports, strict=True)), node_of_rank=join.nodes, segments=segments,
             slot_bytes=join.slot_bytes, listener=self._listener, secret=bytes.fromhex(self._spec.secret),
             sleeper=best_sleeper(), abort=self._abort,
         )
-
-    def _meet_by_torch(self, join: RankJoin, _segments: Mapping[str, int]) -> RankGroups:
-        """For accelerators. Rank 0 hosts the store, where its exchanges would be met otherwise."""
-        spec, device_type = self._spec, self._config.device.partition(":")[0]
-        if spec.rank == 0 and self._store is None:
-            self._store = host_store(socket.socket(fileno=os.dup(self._listener.fileno())))
-        self._has_joined = True
-        join_ranks(
-            spec.rank, spec.world_size, host=join.hosts[0], port=join.ports[0], device_type=device_type,
-            epoch=join.epoch,
+        self._part = partial(close_groups, met)
+        if self._config.shares_memory:
+            return met
+        ranks = join_over(
+            met, self._config.layout, self._spec.rank, host=self._spec.host, epoch=join.epoch,
+            device_type=self._config.device.partition(":")[0], abort=self._abort,
         )
-        return build_groups(self._config.layout, device_type, self._abort)
+        self._part = ranks.leave
+        return ranks.groups
 
     def _load(self) -> ServedRank:
         tp, ep = (group if group.size > 1 else SoloGroup(group.name) for group in (self._tp, self._ep))

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from parallel.abort import AbortSignal
 from parallel.groups import host_store, join_ranks, leave_ranks, listen_at
-from parallel.layout import Layout, RankGroups, build_groups
+from parallel.layout import Layout, RankGroups, build_groups, solo_groups
 from parallel.socket_group import close_groups
 
 JOIN_TIMEOUT_S = {"cpu": 60.0}  # then whoever has not come is missed; also a bound on every collective
@@ -52,10 +52,15 @@ def join_over(
         store = host_store(listener)
     store_host, store_port = _read(met.ep.all_gather(_write(address)).wait()[0]).split()
     timeout = timedelta(seconds=JOIN_TIMEOUT_S.get(device_type, ACCELERATOR_TIMEOUT_S))
-    join_ranks(
-        rank, layout.ep, host=store_host, port=int(store_port), device_type=device_type, epoch=epoch, timeout=timeout
-    )
-    return TorchRanks(build_groups(layout, device_type, abort), met, store)
+    try:
+        join_ranks(
+            rank, layout.ep, host=store_host, port=int(store_port), device_type=device_type, epoch=epoch,
+            timeout=timeout,
+        )
+        return TorchRanks(build_groups(layout, device_type, abort), met, store)
+    except BaseException:
+        leave_ranks(solo_groups())
+        raise
 
 
 def _write(text: str) -> Tensor:
