@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to `lockstep`."""
     app.command("slurm")(slurm)
     app.command("doctor")(doctor)
+    app.command("ray", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ray)
 
 
 def doctor(
@@ -84,3 +85,29 @@ def slurm(
     )
     sys.stdout.write(script)
     return 0
+
+
+def ray(
+    context: typer.Context,
+    config: Config = None,
+    overrides: Overrides = None,
+    address: Annotated[
+        str | None,
+        typer.Option("--ray-address", envvar="RAY_ADDRESS", help="A Ray cluster, or auto; a new one if left out."),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Where the controller listens; the address of rank 0's node if left out.")
+    ] = None,
+    cpus_per_rank: Annotated[float | None, typer.Option(help="Of a bundle; engine.threads if left out.")] = None,
+    place_s: Annotated[
+        float, typer.Option("--place-s", help="How long Ray may take to place all ranks, in seconds.")
+    ] = 120.0,
+) -> int:
+    """Run `lockstep controller` and its workers under Ray; further arguments are the controller's."""
+    from launch.ray_cluster import run
+    from launch.ray_launch import RayOptions
+
+    return run(RayOptions(
+        config=config, overrides=overrides or (), address=address, host=host, cpus_per_rank=cpus_per_rank,
+        place_s=place_s, arguments=context.args,
+    ))
