@@ -98,9 +98,9 @@ class Controller:
         )
 
     @property
-    def has_failed(self) -> bool:
-        """Whether workers were told of a failure."""
-        return self._cluster is not None and self._cluster.farewell.code != 0
+    def told(self) -> int:
+        """The exit code that workers are, or were, told."""
+        return self._cluster.farewell.code if self._cluster is not None else 0
 
     def interrupt(self, code: int, text: str) -> None:
         """Have workers exit with `code` when this ends well or badly, from a signal's handler."""

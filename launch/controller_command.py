@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from launch import generate
 from launch.config import load_config
-from launch.exit_codes import EXIT_CONFIG, EXIT_ENGINE, EXIT_INTERRUPTED, EXIT_PEER_LOST, exit_code_of_signal
+from launch.exit_codes import EXIT_ENGINE, EXIT_INTERRUPTED, EXIT_OK, exit_code_of_signal
 from launch.generate import GenerateOptions
-from launch.printers import complain, report_recovery
+from launch.placement_report import with_placement_report
+from launch.printers import report_recovery
 
 if TYPE_CHECKING:
     from launch.controller import Controller
@@ -38,27 +39,25 @@ class _Terminated(BaseException):
 def run(options: GenerateOptions, own: ControllerOptions) -> int:
     """The exit code, which workers exit with, too. Raises ValueError or OSError for the user's mistakes."""
     from runtime.channel import RankFailure
-    from runtime.cluster.cluster_rules import LaunchRefused
 
     session = _Session(options, own)
     try:
         with _terminable(session):
             code = generate.run(options, session.make)
-    except LaunchRefused as error:
-        complain(f"error: {error}")
-        return EXIT_CONFIG
-    except RankFailure as failure:
-        complain(f"error: {failure}")
-        return EXIT_ENGINE
+    except (ValueError, RankFailure) as error:
+        if not session.told:  # a mistake from before there was anything to tell workers of
+            raise
+        sys.stderr.write(f"lockstep: error: {error}\n")  # a table of differences has several lines
+        return session.told
     except _Terminated:
-        complain("ended by SIGTERM")
+        sys.stderr.write("lockstep: error: ended by SIGTERM\n")
         return exit_code_of_signal(signal.SIGTERM)
     except KeyboardInterrupt:
-        complain("interrupted")
+        sys.stderr.write("lockstep: error: interrupted\n")
         return EXIT_INTERRUPTED
     finally:
         session.close()
-    return EXIT_PEER_LOST if session.has_failed else code
+    return session.told or code
 
 
 class _Session:
@@ -69,8 +68,9 @@ class _Session:
         self._controller: Controller | None = None
 
     @property
-    def has_failed(self) -> bool:
-        return self._controller is not None and self._controller.has_failed
+    def told(self) -> int:
+        """The exit code that workers were told, 0 while all is well."""
+        return self._controller.told if self._controller is not None else EXIT_OK
 
     def make(self, engine_config: EngineConfig) -> Engine:
         """Listen, say where, and wait for the workers."""
@@ -89,7 +89,8 @@ class _Session:
             view.ready()
         finally:
             view.close()
-        return generate.with_split_threshold(Engine(engine_config, deployment=deployment, on_event=report_recovery))
+        engine = Engine(engine_config, deployment=deployment, on_event=report_recovery)
+        return generate.with_split_threshold(with_placement_report(engine))
 
     def interrupt(self, code: int, text: str) -> None:
         """Whatever ends this run from now on, workers are told this."""

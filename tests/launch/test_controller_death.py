@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.exit_codes import EXIT_PEER_LOST
+from launch.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
 from tests.launch.cluster_driver import ANY_SOURCE, FAKE
 from tests.launch.dying import children, is_running, wait_until
 
@@ -77,3 +77,22 @@ def test_workers_end_with_the_controller(tmp_path: Path, number: signal.Signals)
         launch.controller.wait(LIMIT_S)
         assert launch.controller.returncode == (128 + number if number == signal.SIGTERM else -number)
         assert launch.address_file.exists() == (number == signal.SIGKILL)
+
+
+def test_controller_and_worker_end_alike_when_the_launch_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    command = [sys.executable, "-m", "launch.cli", "controller", "--address-file", str(file), *SETTINGS, "a prompt"]
+    controller = subprocess.Popen(command, stderr=subprocess.PIPE)
+    environment = {**os.environ, "LOCKSTEP_CONTROLLER": str(file), "RANK": "2", "WORLD_SIZE": "3"}
+    try:
+        assert wait_until(file.exists, 30)
+        worker = [sys.executable, "-m", "launch.worker", "--rank-module", FAKE, *SETTINGS]
+        told = subprocess.run(worker, env=environment, stderr=subprocess.PIPE, timeout=30, check=False)
+        _, stderr = controller.communicate(timeout=LIMIT_S)
+    finally:
+        controller.kill()
+        controller.communicate()
+    assert told.returncode == controller.returncode == EXIT_CONFIG
+    for said in (told.stderr, stderr):
+        assert b"error: WORLD_SIZE = 3 on rank 2, local rank 2 of node 0" in said
+    assert not file.exists()
