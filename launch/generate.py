@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from launch.config import LaunchConfig, load_config
 from launch.outcome import Outcome, summarise
+from launch.placement_report import with_placement_report
 from launch.printers import JsonPrinter, Printer, Progress, TextPrinter, complain, report_recovery
 from launch.prompts import PromptRow, merge_sampling, model_sampling, read_prompts
 from runtime.request import FinishReason, GenerateRequest, TokenChunk
@@ -105,6 +106,7 @@ def make_engine(config: EngineConfig, restarts: RestartLimits | None = None) -> 
     from launch.deployment import start
 
     engine = Engine(config, deployment=start(config, restarts=restarts), on_event=report_recovery)
+    with_placement_report(engine)
     return engine if config.shares_memory else with_split_threshold(engine)
 
 
@@ -115,6 +117,8 @@ def with_split_threshold(engine: Engine) -> Engine:
     line = calibrate_split(engine)
     if line is not None:
         sys.stderr.write(f"lockstep: split: {line}\n")
+        if engine.balancer is not None:
+            engine.balancer.forget_loads(engine.channel)
     return engine
 
 

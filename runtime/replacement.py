@@ -37,6 +37,7 @@ Fingerprints = NDArray[np.uint64]
 KEPT_LOADS = 0.5  # how much of what was counted before the last round still counts
 LEAST_GAIN = 0.05  # of a layer's busiest rank, below which a re-placement nobody asked for leaves the layer alone
 MOVE_VALUES = 1 << 22  # float32 values that a rank sends in one exchange: the pause between two steps is that long
+NOBODY = 0  # rounds count from 1
 TURN_S = 0.002  # between two looks while nothing else is to be done
 
 
@@ -91,6 +92,7 @@ class ExpertBalancer:
         assert placement is not None, "experts have fixed places"
         self.placement = placement
         self.last: Rebalanced | None = None
+        self.on_round: Callable[[Rebalanced], None] | None = None  # told when one is over
         self._loads: Counts = np.zeros((len(placement.layers), placement.num_experts))
         self._fingerprints: Fingerprints | None = None  # [num_layers, num_experts]
         self._round: _Round | None = None
@@ -132,6 +134,11 @@ class ExpertBalancer:
         if self.last.error:
             raise ValueError(f"experts stay where they are: {self.last.error}")
         return self.last
+
+    def forget_loads(self, channel: object) -> None:
+        """What was counted so far says nothing of the load to come: it was somebody's measurement."""
+        self._loads[:] = 0.0
+        _placing(channel).request(AskLoads(round_id=NOBODY))  # ranks count from here on; nobody hears the answer
 
     def restore(self, channel: object) -> None:
         """Have ranks that may hold anything take the placement in force; waits, no step may be sent before.
@@ -261,6 +268,8 @@ class ExpertBalancer:
             elapsed_s=time.monotonic() - current.began, error=error,
         )
         self._round = None
+        if self.on_round is not None:
+            self.on_round(self.last)
 
 
 def better_placement(

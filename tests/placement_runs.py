@@ -30,7 +30,7 @@ def config(model: Path = MINNOW, **settings: Any) -> EngineConfig:
 
 def submit(engine: Engine) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
-    for i, (length, tokens) in enumerate([(5, 14), (19, 10), (9, 12), (30, 8)]):
+    for i, (length, tokens) in enumerate([(5, 9), (19, 6), (9, 7), (30, 4)]):
         name = f"request {i}"
         outcomes[name] = Outcome()
         engine.submit(
