@@ -32,16 +32,21 @@ class StartupView:
         self._written = 0.0 if self._is_live else self._clock()
         self._written_share = 0.0
         self._width = 0  # of the live line
+        self._is_over = False
 
     def gathering(self, num_here: int) -> None:
         """How many ranks have reported to the controller."""
+        if self._is_over:
+            return
         self._begin("waiting for ranks")
         if num_here >= self._num_ranks:
             self._reached = [max(index, 0) for index in self._reached]
         self._show(f"{num_here} of {self._num_ranks} here", num_here / self._num_ranks, force=False)
 
     def update(self, vitals: Sequence[RankVital]) -> None:
-        """What all ranks do at this moment."""
+        """What all ranks do at this moment. After `close` nothing is shown: ranks that come up again are no start."""
+        if self._is_over:
+            return
         for vital in vitals:
             self._note(vital)
         while self._done < min(self._reached):
@@ -58,6 +63,7 @@ class StartupView:
 
     def close(self) -> None:
         """Start-up is over, well or not: leave whole lines. May be called twice."""
+        self._is_over = True
         while self._done < len(self._began):
             self._finish()
 

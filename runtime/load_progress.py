@@ -30,6 +30,16 @@ class StartupWatcher(Protocol):
         ...
 
 
+class Unwatched:
+    """Nobody shows it."""
+
+    def gathering(self, num_here: int) -> None:
+        pass
+
+    def update(self, vitals: Sequence[RankVital]) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Loaded:
     """Bytes of the files that a rank has read, and will have read, about."""

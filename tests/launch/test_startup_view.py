@@ -122,6 +122,8 @@ def test_ranks_that_are_ready_have_read_all_whatever_was_seen_of_them() -> None:
     view.update(vitals(loading(0), loading(2)))
     view.ready()
     view.close()
+    view.update(vitals("joining epoch 2", "joining epoch 2"))
+    view.gathering(2)
     assert out.getvalue().splitlines()[-1].startswith("lockstep: loading weights: 200.0 MiB of 200.0 MiB (100 %)")
     assert len(out.getvalue().splitlines()) == 1
 
