@@ -170,12 +170,15 @@ class Keeper:
         if code == EXIT_OK:
             self._current = None
             return
-        self._current, self._spare = self._spare or self._new_rank(), None
-        if self._current.port:
-            self._report(self._current)
+        self._take_over()
         if self._stillborn >= MAX_STILLBORN:
             self._end(EXIT_ENGINE, f"{self._stillborn} processes in a row ended while they started, the last with "
                       f"exit code {code}")
+
+    def _take_over(self) -> None:
+        self._current, self._spare = self._spare or self._new_rank(), None
+        if self._current.port:
+            self._report(self._current)
 
     def _count(self, ended: RankChild) -> None:
         self._stillborn = 0 if ended.port else self._stillborn + 1
@@ -230,9 +233,10 @@ class Keeper:
 
     def _call_off(self, abort: Abort) -> None:
         self._called_off = max(self._called_off, abort.epoch)
-        child = self._current
-        if child is None:
+        if self._current is None:  # it ended well, for a reason of its own
+            self._take_over()
             return
+        child = self._current
         if 0 < child.epoch <= abort.epoch:
             child.tell(RankAbort(epoch=abort.epoch))
             self._leave_by = time.monotonic() + abort.leave_s

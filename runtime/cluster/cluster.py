@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from parallel.layout import Layout
+from runtime.channel import RankFailure
 from runtime.cluster.acceptor import Acceptor, Arrival
+from runtime.cluster.bystanders import await_bystanders
+from runtime.cluster.cluster_channel import ClusterChannel
 from runtime.cluster.cluster_rules import ClusterLimits, LaunchRefused, LaunchRules
 from runtime.cluster.cluster_watch import ClusterWatch
 from runtime.cluster.keeper_lines import KeeperLines
@@ -34,7 +37,7 @@ from runtime.cluster.membership import Membership
 from runtime.cluster.rank_handle import RankHandle
 from runtime.cluster.relay_hub import RelayHub
 from runtime.cluster.relay_messages import EpochMemory, RelayHello
-from runtime.load_progress import StartupWatcher
+from runtime.load_progress import StartupWatcher, Unwatched
 from runtime.rank_channel import RankChannel
 from runtime.rank_watch import rank_names
 from runtime.recovery import CannotRecover
@@ -49,25 +52,6 @@ RETRY_S = 0.2  # between two attempts to form an epoch
 SizesOf = Callable[[Sequence[Mapping[str, int]]], Sizes]
 
 
-class ClusterChannel(RankChannel):
-    """The channel of one epoch; closing it ends the whole deployment."""
-
-    cluster: Cluster
-
-    def let_go(self) -> None:
-        """End this epoch here; ranks stay."""
-        super().kill()
-
-    def close(self) -> None:
-        failure = self._failure
-        super().close()
-        self.cluster.close(EXIT_OK if failure is None else EXIT_PEER_LOST, "" if failure is None else str(failure))
-
-    def kill(self) -> None:
-        super().kill()
-        self.cluster.close(EXIT_ENGINE, str(self._failure))
-
-
 class Cluster:
     """Every rank, relay and keeper of a deployment, and the epochs they form."""
 
@@ -77,7 +61,7 @@ class Cluster:
         watcher: StartupWatcher | None = None,
     ) -> None:
         """`memory(epoch, node of each rank)`: what relays allocate for an epoch. `watcher`: of the first epoch."""
-        self._watcher = watcher
+        self._watcher = watcher or Unwatched()
         self._acceptor, self._layout, self._rules, self._memory = acceptor, layout, rules, memory
         self._limits = limits
         self._membership = Membership(layout.ep)
@@ -106,14 +90,16 @@ class Cluster:
         return self._sizes
 
     def gather(self) -> None:
-        """Wait for the keepers of all ranks. Raises LaunchRefused when they are no launch, or not all in time."""
+        """Wait for the keepers of all ranks.
+
+        Raises LaunchRefused when they are no launch, or not all in time; RankFailure when one has left again.
+        """
         begin = time.monotonic()
         first: float | None = None
         try:
             while not all(self._membership.is_here(rank) for rank in range(self._layout.ep)):
                 self.poll(POLL_S)
-                if self._watcher is not None:
-                    self._watcher.gathering(sum(map(self._membership.is_here, range(self._layout.ep))))
+                self._watcher.gathering(sum(map(self._membership.is_here, range(self._layout.ep))))
                 now = time.monotonic()
                 if first is None and self._membership.hellos():
                     first = now
@@ -125,6 +111,9 @@ class Cluster:
             self._rules.compare(self._membership.hellos())
         except ValueError as error:
             self.close(EXIT_CONFIG, str(error))
+            raise
+        except RankFailure as failure:
+            self.close(EXIT_PEER_LOST, str(failure))
             raise
 
     def form_first(self, sizes_of: SizesOf) -> RankChannel:
@@ -138,9 +127,7 @@ class Cluster:
             return self._sizes
 
         try:
-            channel = self._form(remember, self._limits.start_s)
-            self._watcher = None
-            return channel
+            return self._form(remember, self._limits.start_s)
         except ValueError as error:
             self.close(EXIT_CONFIG, str(error))
             raise
@@ -154,13 +141,8 @@ class Cluster:
         Raises CannotRecover when not all ranks are there within `reform_s`; RankFailure when one fails again,
         ValueError for a mistake of the user's that a rank finds.
         """
-        begin = time.monotonic()
-        while True:
-            self._call_off()
-            try:
-                return self._form(self._same_sizes, self._limits.reform_s - (time.monotonic() - begin))
-            except LineError:  # a relay that is not up, or stands still: it is replaced
-                self._wait(RETRY_S)
+        self._call_off()
+        return self._form_in_time(self._same_sizes, self._limits.reform_s)
 
     def interrupt(self, code: int, text: str) -> None:
         """Whatever `close` is called with, this is what workers are told."""
@@ -191,7 +173,19 @@ class Cluster:
         for rank, why in self._keepers.take_lost():
             self._lose(rank, why)
 
+    def _end(self, failure: str | None) -> None:
+        self.close(EXIT_OK if failure is None else EXIT_PEER_LOST, failure or "")
+
     # Forming an epoch and calling it off
+
+    def _form_in_time(self, sizes_of: SizesOf, timeout_s: float) -> RankChannel:
+        begin = time.monotonic()
+        while True:
+            try:
+                return self._form(sizes_of, timeout_s - (time.monotonic() - begin))
+            except LineError:  # a relay that is not up, or stands still: it is replaced
+                self._call_off()
+                self._wait(RETRY_S)
 
     def _form(self, sizes_of: SizesOf, timeout_s: float) -> RankChannel:
         self._wait_for_all(timeout_s)
@@ -207,10 +201,8 @@ class Cluster:
         for rank, join in enumerate(self._membership.enter(self._epoch)):
             self._keepers.tell(rank, join)
         channel = ClusterChannel(
-            self._layout, ports.plans, ports.results, ports.vitals, self._watch,
-            step_timeout_s=self._limits.patience.step_s,
+            self._layout, ports, self._watch, step_timeout_s=self._limits.patience.step_s, on_end=self._end
         )
-        channel.cluster = self
         try:
             channel.start(sizes_of(channel.wait_ready(self._watcher)))
         except BaseException:
@@ -292,7 +284,10 @@ class Cluster:
         try:
             self._admit(hello)
         except ValueError as error:
-            self._keepers.dismiss(arrival.line, End(code=EXIT_CONFIG, text=str(error)))
+            num_here = len(self._membership.hellos()) + 1
+            others = await_bystanders(self._acceptor, hello, num_here) if self._epoch == 0 else []
+            for line in (arrival.line, *others):
+                self._keepers.dismiss(line, End(code=EXIT_CONFIG, text=str(error)))
             if self._epoch == 0:
                 raise LaunchRefused(str(error)) from None
             return
@@ -328,7 +323,7 @@ class Cluster:
     def _lose(self, rank: int, why: str) -> None:
         self._membership.keeper_gone(rank, why)
         if self._epoch == 0 and not self._is_closed:
-            raise LaunchRefused(f"rank {rank} has left before the start: {why}")
+            raise RankFailure(f"rank {rank} has left before the start: {why}")
 
     def _absent(self, when: str) -> str:
         absent = [rank for rank in range(self._layout.ep) if not self._membership.is_here(rank)]

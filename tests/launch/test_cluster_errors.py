@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.exit_codes import EXIT_CONFIG
+from launch.exit_codes import EXIT_CONFIG, EXIT_ENGINE, EXIT_PEER_LOST
 from runtime.channel import RankFailure
 from tests.launch.cluster_driver import FakeCluster
 
@@ -35,6 +35,16 @@ def test_only_who_is_at_fault_is_replaced() -> None:
         cluster.recover()
         assert not set(second) & set(cluster.pids)
         cluster.steps(3)
+
+
+def test_processes_that_never_come_up_end_the_start_everywhere() -> None:
+    cluster = FakeCluster()
+    cluster.local.rank_module = "tests.launch.there_is_no_such_module"
+    told = r"^rank \d has left before the start: 3 processes in a row ended while they started, the last with exit"
+    with pytest.raises(RankFailure, match=f"{told} code 1$"), cluster:
+        pass
+    assert set(cluster.local.wait().values()) <= {EXIT_ENGINE, EXIT_PEER_LOST}
+    cluster.local.close()
 
 
 def test_a_mistake_that_a_rank_finds_ends_the_start_everywhere() -> None:
