@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel.trace import Recorder
-from runtime.channel import Channel, LocalChannel, RankFailure
+from runtime.channel import Channel, LocalChannel, RankFailure, Traceable
 from runtime.config import EngineConfig
 from runtime.loading import LoadedModel, ModelFacts, load_model
 from runtime.output import OutputState
@@ -179,6 +179,8 @@ class Engine:
             return self._take_unsent()
         try:
             self._channel = self._recovery.renew(failure)
+            if self.trace.on and isinstance(self._channel, Traceable):
+                self._channel.start_trace()
         except RankFailure as final:
             if not self._live and not self._unsent:
                 raise

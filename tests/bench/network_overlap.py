@@ -191,10 +191,15 @@ def row(delay: float, plain: Point, found: Point, threshold: int) -> dict[str, f
     return {
         "whole": times.whole_s, "halves": times.halves_s, "whole_waits": found.whole_waits_s,
         "halves_waits": found.halves_waits_s, "compute": compute_s, "network": network_s, "ideal": ideal_s,
-        "hidden": (found.whole_waits_s - found.halves_waits_s) / max(needless_s, 1e-9),
-        "gained": (times.whole_s - times.halves_s) / max(times.whole_s - ideal_s, 1e-9),
+        "hidden": share(found.whole_waits_s - found.halves_waits_s, needless_s),
+        "gained": share(times.whole_s - times.halves_s, times.whole_s - ideal_s),
         "auto": times.halves_s if times.num_tokens >= threshold else times.whole_s,
     }
+
+
+def share(part_s: float, whole_s: float) -> str:
+    """"-" where there is too little to speak of."""
+    return f"{100 * part_s / whole_s:.0f} %" if whole_s > 1e-3 else "-"
 
 
 def trace(engine: Engine, timer: StepTimer, network: Network, args: argparse.Namespace) -> None:
@@ -216,8 +221,7 @@ def table(rows: Sequence[dict[str, float | str]]) -> str:
     for found in rows:
         times = (f"{1e3 * float(found[name]):.1f}" for name in COLUMNS)
         cells = str(found["exchange"]), str(found["delay"]), str(found["batch"]), *times
-        shares = (f"{100 * float(found[name]):.0f} %" for name in ("hidden", "gained"))
-        lines.append("| " + " | ".join([*cells, *shares]) + " |")
+        lines.append("| " + " | ".join([*cells, str(found["hidden"]), str(found["gained"])]) + " |")
     return "\n".join(lines)
 
 

@@ -29,12 +29,12 @@ COLORS = {
 def tracks_of(events: Sequence[Event]) -> list[int]:
     """Each half, or the whole pass, followed by its exchanges."""
     used = {event["tid"] for event in events}
-    return [tid for track in (WHOLE, HALF_A, HALF_B) for tid in (track, track + EXCHANGES) if track in used]
+    return [tid for track in (WHOLE, HALF_A, HALF_B) for tid in (track, track + EXCHANGES) if tid in used]
 
 
 def last_step(events: Sequence[Event]) -> int:
-    split = [event["args"]["step"] for event in events if event["tid"] == HALF_B]
-    return max(split or [event["args"]["step"] for event in events if event["tid"] == WHOLE])
+    split = [int(event["args"]["step"]) for event in events if event["tid"] == HALF_B]
+    return max(split or [int(event["args"]["step"]) for event in events if event["tid"] == WHOLE])
 
 
 def color_of(event: Event) -> str:
