@@ -33,11 +33,13 @@ class StartupView:
         self._written_share = 0.0
         self._width = 0  # of the live line
         self._is_over = False
+        self._num_here = -1
 
     def gathering(self, num_here: int) -> None:
-        """How many ranks have reported to the controller."""
-        if self._is_over:
+        """How many ranks have reported to the controller, which may wait for long: told where it changes."""
+        if self._is_over or num_here == self._num_here:
             return
+        self._num_here = num_here
         self._begin("waiting for ranks")
         if num_here >= self._num_ranks:
             self._reached = [max(index, 0) for index in self._reached]

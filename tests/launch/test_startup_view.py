@@ -116,6 +116,15 @@ def test_collectives_in_a_phase_make_no_line_of_their_own() -> None:
     assert out.getvalue() == "lockstep: meeting the other ranks: 1 of 1 done, 0.0 s\n"
 
 
+def test_a_controller_that_waits_for_ranks_says_so_once() -> None:
+    out, clock = StringIO(), Clock()
+    view = StartupView(3, out, clock=clock)
+    for num_here in (0, 0, 1, 1, 1, 2):
+        clock.now += 20
+        view.gathering(num_here)
+    assert out.getvalue().splitlines() == [f"lockstep: waiting for ranks: {n} of 3 here" for n in range(3)]
+
+
 def test_ranks_that_are_ready_have_read_all_whatever_was_seen_of_them() -> None:
     out = StringIO()
     view = StartupView(2, out, clock=Clock())
