@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.cli import run_command
 from launch.config import load_config
 from launch.rank_env import RankEnv, check_world
-from launch.slurm.script import SlurmOptions, batch_script, ranks_per_node
+from launch.slurm.script import TEMPLATE, SlurmOptions, batch_script, ranks_per_node
 from tests.launch.slurm.fakes import install
 
 FOUR_RANKS = ("parallel.dp=2", "parallel.tp=2")
@@ -154,3 +157,21 @@ def test_a_signal_to_the_script_reaches_the_controller(tmp_path: Path, root: Pat
     job.process.send_signal(signal.SIGTERM)
     assert job.wait()[0] == 0
     assert job.note("stopped") is not None
+
+
+def test_the_command_prints_a_script_that_bash_can_read(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--time", "10", "--srun=--overlap", "--output", "o.log"]
+    assert run_command(["slurm", "--set", "parallel.tp=2", *options]) == 0
+    script = capsys.readouterr().out
+    assert {"--time=10", "--output=o.log", "--ntasks=2"} <= directives(script)
+    assert '--export=ALL --overlap \\' in script
+    assert not re.search(r"@[a-z_]+@", script)  # every place was filled
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    assert run_command(["slurm", "--set", "parallel.tp=2", "--ranks-per-node", "3"]) == 2
+    assert "ranks per node = 3" in capsys.readouterr().err
+
+
+def test_the_template_is_part_of_the_package(root: Path) -> None:
+    with (root / "pyproject.toml").open("rb") as file:
+        data = tomllib.load(file)["tool"]["setuptools"]["package-data"]
+    assert any(TEMPLATE.match(pattern) for pattern in data["launch.slurm"])
