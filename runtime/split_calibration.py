@@ -158,9 +158,10 @@ class StepTimer:
     def _blocks(self) -> tuple[list[float], list[float]]:
         """Seconds of steps without the split and with it, by turns."""
         begin = self._clock()
-        self._block(NEVER)
-        self._block(1)
-        affordable = int(BUDGET_S / 2 / max(self._clock() - begin, 1e-9))
+        for split_min_tokens in (NEVER, 1):  # the first steps of a size are slower
+            self._engine.planner.split_min_tokens = split_min_tokens
+            self._engine.step()
+        affordable = int(BUDGET_S / 2 / BLOCK / max(self._clock() - begin, 1e-9))
         whole: list[float] = []
         halves: list[float] = []
         for _ in range(min(max(affordable, 1), self._rounds)):
