@@ -10,7 +10,7 @@ without it they compute. A line of the table:
     whole, halves     ms a decode step, by turns
     waits             ms of them that a rank waits for exchanges over ep, by a trace of other steps
     compute           ms of a whole step without delay, less what it waits for exchanges
-    network           ms that exchanges take one after the other: two a layer with experts, each one way
+    network           ms that exchanges take one after the other: two a layer with experts, each one way, no bandwidth
     ideal             the larger of these two: nothing can be faster
     hidden            how much of what whole steps wait for and the ideal does not is not waited for by halves
     gained            how much of what whole steps take longer than the ideal halves do not
@@ -49,6 +49,7 @@ from parallel.trace import HALF_A, HALF_B, WHOLE
 from runtime.channel import Traceable
 from runtime.config import EngineConfig
 from runtime.engine import Engine
+from runtime.rank_channel import RankChannel
 from runtime.split_calibration import SplitPoint, StepTimer, choose_threshold, describe
 from runtime.step_planner import NEVER
 from tests.bench.network_rank import EXCHANGE, FOLDER, WAITS
@@ -90,7 +91,7 @@ def engine_over(args: argparse.Namespace, exchange: str) -> Iterator[Engine]:
         os.environ.update({FOLDER: folder, EXCHANGE: exchange, WAITS: json.dumps(waits)})
         config = EngineConfig(
             model=args.model, dp=args.ranks, draft_tokens=args.draft_tokens, max_num_seqs=max(args.batches),
-            draft_method="mtp" if args.draft_tokens else "off", max_model_len=512, prefix_cache=False,
+            draft_method="mtp" if args.draft_tokens else "off", max_model_len=512, prefix_cache=False, debug=args.debug,
         )
         engine = Engine(config, deployment=start(config, module="tests.bench.network_rank"))
         try:
@@ -147,6 +148,10 @@ def measure(args: argparse.Namespace, network: Network, exchange: str) -> list[d
                 rows.append({"exchange": exchange, "delay": delay, "batch": batch, **figures})
         if args.trace is not None:
             trace(engine, timer, network, args)
+        if args.debug:
+            assert isinstance(engine.channel, RankChannel)
+            steps = engine.channel.num_compared_steps
+            sys.stderr.write(f"{exchange}: all ranks made the same calls in the same order in each of {steps} steps\n")
     return rows
 
 
@@ -244,6 +249,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quantile", type=float, default=0.5)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--debug", action="store_true", help="compare the ledgers of all ranks after every step")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.batches = [int(batch) for batch in args.batches]

@@ -31,7 +31,8 @@ SPIN_S = 1e-4  # a sleep ends late by about this much
 
 def build(spec: RankSpec, vitals: RankVitals) -> Served:
     enter_namespace(f"lk{spec.rank}")
-    from parallel.layout import Layout, RankGroups
+    from parallel.layout import Layout, RankGroups, with_ledger
+    from parallel.ledger import Ledger
     from runtime.config import EngineConfig
     from runtime.rank import Rank
     from runtime.served_rank import ServedRank
@@ -41,6 +42,8 @@ def build(spec: RankSpec, vitals: RankVitals) -> Served:
     layout, folder = config.layout, Path(os.environ[FOLDER])
     make: Callable[[Layout, int, Path], RankGroups] = {"sockets": over_sockets, "gloo": over_gloo}[os.environ[EXCHANGE]]
     groups = watch_groups(make(layout, spec.rank, folder), vitals)
+    if config.debug:
+        groups = with_ledger(groups, Ledger())
     waits = json.loads(os.environ[WAITS])
     if waits:
         replace_compute(waits)
