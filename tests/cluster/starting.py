@@ -6,10 +6,14 @@ In namespaces the switch between them is a child, and the program runs again ins
 from __future__ import annotations
 
 import os
+import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from launch.cluster_address import SECRET_VARIABLE
 
 READY = b"ready"
 
@@ -31,9 +35,10 @@ def in_namespaces(switch: Path, num_nodes: int, delay_ms: float, module: str, ar
             raise RuntimeError(f"{switch} ended with code {process.wait()}: are you root?")
         fd = process.stdin.fileno()
         inner = ["ip", "netns", "exec", "lk0", sys.executable, "-m", module, *arguments, "--network-fd", str(fd)]
-        return subprocess.run(inner, pass_fds=[fd], check=False).returncode
+        environment = {**os.environ, SECRET_VARIABLE: secrets.token_hex(16)}
+        return subprocess.run(inner, pass_fds=[fd], env=environment, check=False).returncode
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)  # it takes the namespaces down
         process.stdin.close()
         process.wait()
         process.stderr.close()
