@@ -41,6 +41,7 @@ from runtime.cluster.line_errors import LineError
 
 PING_S = 0.5
 GRANT_S = 3.0  # how long the memory of an epoch is waited for
+STOPPED_S = 2.0  # beyond `stall_s`, within which the controller notices who is in an epoch
 MAX_STILLBORN = 3  # processes that ended before they were up, one after the other
 RELAY_PAUSE_S = 0.2  # between the end of a relay and the start of the next
 FAREWELL_S = 1.0  # how long the last words may take
@@ -66,13 +67,15 @@ class Keeper:
     """Runs until there is a verdict; `run` leaves no process behind.
 
     `host`: the address at which other ranks reach this one. `fetch(epoch, timeout_s)` gets the memory of an epoch.
+    `stall_s`: as in [cluster] of the configuration.
     """
 
     def __init__(
-        self, line: FrameLine, starter: Starter, *, host: str, fetch: Callable[[int, float], Grant], spare: bool
+        self, line: FrameLine, starter: Starter, *, host: str, fetch: Callable[[int, float], Grant], spare: bool,
+        stall_s: float,
     ) -> None:
         self._line, self._starter, self._host, self._fetch = line, starter, host, fetch
-        self._with_spare = spare
+        self._with_spare, self._stall_s = spare, stall_s
         self._parent = os.getppid()
         self._serial = 0
         self._stillborn = 0
@@ -125,6 +128,7 @@ class Keeper:
         if now - self._pinged >= PING_S:
             self._pinged = now
             self._tell(Ping())
+            self._look_for_stopped(now)
         if os.getppid() != self._parent:
             self._end(EXIT_PEER_LOST, "whoever started this process is gone")
 
@@ -161,6 +165,12 @@ class Keeper:
             self._relay.reap()
             self._relay, self._relay_due = None, now + RELAY_PAUSE_S
 
+    def _look_for_stopped(self, now: float) -> None:
+        """Kill what has been stopped for long: the controller only sees who is in an epoch."""
+        for child in (self._current, self._spare, self._relay):
+            if child is not None and (child.stopped_for(now) or 0.0) >= self._stall_s + STOPPED_S:
+                child.kill()
+
     def _replace(self, ended: RankChild) -> None:
         """Tell of the end; a spare takes over, or a process that is started now. One that was told to stop is not."""
         code = ended.reap()
@@ -176,6 +186,10 @@ class Keeper:
                       f"exit code {code}")
 
     def _take_over(self) -> None:
+        if self._spare is not None and self._spare.stopped_for(time.monotonic()) is not None:
+            self._spare.kill()
+            self._spare.reap()
+            self._spare = None
         self._current, self._spare = self._spare or self._new_rank(), None
         if self._current.port:
             self._report(self._current)
@@ -209,7 +223,7 @@ class Keeper:
         elif isinstance(message, Abort):
             self._call_off(message)
         elif isinstance(message, RestartRelay):
-            if self._relay is not None and self._relay.pid == message.pid:
+            if self._relay is not None and message.pid in (0, self._relay.pid):
                 self._relay.kill()
         elif isinstance(message, End):
             self._end(message.code, message.text)

@@ -17,11 +17,13 @@ from launch.rank_epochs import ClusterRankSpec
 from runtime.cluster.fd_passing import receive_message, send_message
 from runtime.cluster.keeper_messages import FromRank, ToRank, decode_from_rank, encode
 from runtime.cluster.line_errors import LineError
+from runtime.liveness import ProcessId
 
 RANK_MODULE = "launch.rank_epochs"
 RELAY_MODULE = "launch.relay_main"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 REAP_S = 5.0
+STOPPED_STATES = "Tt"  # of /proc/PID/stat
 
 
 class Child:
@@ -30,10 +32,17 @@ class Child:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
+        self._stopped = float("inf")  # since when it was seen to be
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def stopped_for(self, now: float) -> float | None:
+        """For how many seconds it has been seen stopped (SIGSTOP, a debugger); None if it runs."""
+        is_stopped = ProcessId.of(self.pid).state() in STOPPED_STATES
+        self._stopped = min(self._stopped, now) if is_stopped else float("inf")
+        return now - self._stopped if is_stopped else None
 
     def kill(self) -> None:
         self.process.kill()

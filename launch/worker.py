@@ -99,7 +99,7 @@ def _keep(
     )
     _say_hello(line, env, gather_facts(config, env, address=advertise))
     keeper = Keeper(
-        line, starter, host=advertise, spare=config.cluster.spare,
+        line, starter, host=advertise, spare=config.cluster.spare, stall_s=config.cluster.stall_s,
         fetch=lambda epoch, timeout_s: fetch_grant(socket_name, epoch=epoch, rank=env.rank, timeout_s=timeout_s),
     )
     return keeper.run()

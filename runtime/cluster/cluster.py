@@ -44,6 +44,7 @@ from runtime.recovery import CannotRecover
 from runtime.sizing import Sizes
 
 EXIT_OK, EXIT_PEER_LOST, EXIT_ENGINE, EXIT_CONFIG = 0, 69, 70, 78  # those that keepers are told: launch/exit_codes.py
+RELAY_S = 10.0  # how long a relay may take to come, before another one is started
 OPEN_S = 5.0  # how long relays may take to make the memory of an epoch
 CLOSE_S = 3.0  # how long keepers may take to end
 POLL_S = 0.05
@@ -212,11 +213,15 @@ class Cluster:
 
     def _wait_for_all(self, timeout_s: float) -> None:
         """Until every rank has a free process and every node a relay."""
-        begin = time.monotonic()
+        begin = asked = time.monotonic()
         while missing := self._missing():
-            waited_s = time.monotonic() - begin
-            if waited_s >= timeout_s:
-                raise CannotRecover(f"not all ranks are there after {waited_s:.0f} s: {missing}")
+            now = time.monotonic()
+            if now - begin >= timeout_s:
+                raise CannotRecover(f"not all ranks are there after {now - begin:.0f} s: {missing}")
+            if now - asked >= RELAY_S:  # one that is started may stand still before it is here
+                asked = now
+                for node in self._late_relays():
+                    self._replace_relay(node)
             self.poll(POLL_S)
             fault = self._hub.fault()
             if fault is not None:  # one that was there before has ended meanwhile
@@ -229,8 +234,11 @@ class Cluster:
             return self._membership.describe(missing)
         if away:
             return self._membership.describe(away)
-        nodes = sorted(set(self._membership.nodes()) - set(self._hub.nodes))
+        nodes = self._late_relays()
         return f"the relays of nodes {nodes} have not come" if nodes else ""
+
+    def _late_relays(self) -> list[int]:
+        return sorted({hello.node_rank for hello in self._membership.hellos()} - set(self._hub.nodes))
 
     def _call_off(self) -> None:
         """End the epoch everywhere, and have replaced what cannot go on."""

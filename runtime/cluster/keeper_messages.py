@@ -91,7 +91,10 @@ class Abort:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartRelay:
-    """controller -> keeper with local rank 0: end this node's relay, if it is still this one, and start another."""
+    """controller -> keeper with local rank 0: end this node's relay, and start another.
+
+    `pid`: only if it still is this one; 0: whichever it is.
+    """
 
     pid: int
 

@@ -74,3 +74,20 @@ def test_without_a_replacement_there_is_no_recovery() -> None:
             cluster.recover()
         cluster.channel.close()
         assert cluster.local.wait()[0] == 69
+
+
+def test_what_stands_still_outside_of_an_epoch_is_replaced_too() -> None:
+    with FakeCluster(stall_s=0.5) as cluster:
+        cluster.wait_for_spares()
+        first = cluster.pids
+        (spare,) = set(cluster.find(1, FAKE)) - {first[1]}
+        os.kill(spare, signal.SIGSTOP)
+        assert wait_until(lambda: not is_running(spare), 10.0), "a spare that cannot take over is of no use"
+
+        (spare,) = set(cluster.find(0, FAKE)) - {first[0]}
+        os.kill(spare, signal.SIGSTOP)
+        cluster.kill(0)
+        assert cluster.failure()
+        cluster.recover()
+        assert cluster.pid(0) not in (first[0], spare)
+        cluster.steps(3)
