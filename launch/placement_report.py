@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
-    from runtime.replacement import Rebalanced
+    from runtime.placement_round import Rebalanced
 
 
 def with_placement_report(engine: Engine) -> Engine:

@@ -12,10 +12,11 @@ from runtime.channel import Channel, LocalChannel, RankFailure, Traceable
 from runtime.config import EngineConfig
 from runtime.loading import LoadedModel, ModelFacts, load_model
 from runtime.output import OutputState
+from runtime.placement_round import Rebalanced
 from runtime.plan import StepResult
 from runtime.rank import build_executor
 from runtime.recovery import OnEvent, Recover, Recovery, RestartLimits
-from runtime.replacement import ExpertBalancer, Rebalanced
+from runtime.replacement import ExpertBalancer
 from runtime.request import FinishReason, GenerateRequest, TokenChunk
 from runtime.request_state import RequestState
 from runtime.sampling_params import check_vocabulary, encode_params

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moe.balance import place_experts
-from moe.moves import Batch, in_batches, plan_moves
+from moe.moves import in_batches, plan_moves
 from moe.placement import Placement, imbalance
 from runtime.channel import Channel
 from runtime.config import EngineConfig
-from runtime.models.config import ModelConfig, load_model_config
+from runtime.models.config import load_model_config
 from runtime.placement_messages import (
     AskLoads,
     Loads,
@@ -25,14 +22,20 @@ from runtime.placement_messages import (
     PlacementRequest,
     Staged,
     counts_of,
-    held_of,
     move_weights,
     stage,
 )
+from runtime.placement_round import (
+    Counts,
+    Fingerprints,
+    Rebalanced,
+    Round,
+    agreed_fingerprints,
+    better_placement,
+    first_error,
+    with_last,
+)
 from runtime.placing import first_placement
-
-Counts = NDArray[np.float64]
-Fingerprints = NDArray[np.uint64]
 
 KEPT_LOADS = 0.5  # how much of what was counted before the last round still counts
 LEAST_GAIN = 0.05  # of a layer's busiest rank, below which a re-placement nobody asked for leaves the layer alone
@@ -52,35 +55,6 @@ class PlacementChannel(Protocol):
     def raise_failure(self) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rebalanced:
-    """What a round came to. Imbalances: a layer's busiest rank over the mean, averaged over layers, by the loads seen.
-
-    `error`: why everything stays as it was, in one line; empty: nothing went wrong.
-    """
-
-    round_id: int
-    num_moved: int = 0  # experts that came to a rank which did not hold them
-    imbalance_before: float = 1.0
-    imbalance_after: float = 1.0
-    elapsed_s: float = 0.0
-    error: str = ""
-
-
-@dataclass
-class _Round:
-    """One re-placement from the question for loads to the change."""
-
-    round_id: int
-    min_gain: float
-    began: float
-    loads: dict[int, Loads] = field(default_factory=dict)  # by rank
-    planner: threading.Thread | None = None
-    new: Placement | None = None
-    batches: Iterator[tuple[Batch, bool]] | None = None  # each with whether it is the last
-    staged: dict[int, Staged] | None = None  # by rank, once they have been told to
-
-
 class ExpertBalancer:
     """One round at a time: ask for loads, plan beside the steps, stage, change over. `turn` never waits."""
 
@@ -95,7 +69,7 @@ class ExpertBalancer:
         self.on_round: Callable[[Rebalanced], None] | None = None  # told when one is over
         self._loads: Counts = np.zeros((len(placement.layers), placement.num_experts))
         self._fingerprints: Fingerprints | None = None  # [num_layers, num_experts]
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._round_id = 0
         self._steps = 0
         # Files may differ between hosts: the controller's counts.
@@ -158,7 +132,7 @@ class ExpertBalancer:
                 if isinstance(reply, Staged) and reply.round_id == self._round_id:
                     staged[rank] = reply
             time.sleep(TURN_S)
-        error = _first_error(staged)
+        error = first_error(staged)
         if error:
             raise ValueError(error)
         placing.request(Place(round_id=self._round_id, commit=True))
@@ -176,7 +150,7 @@ class ExpertBalancer:
     def _begin(self, channel: PlacementChannel, min_gain: float) -> None:
         self._steps = 0
         self._round_id += 1
-        self._round = _Round(self._round_id, min_gain, time.monotonic())
+        self._round = Round(self._round_id, min_gain, time.monotonic())
         channel.request(AskLoads(round_id=self._round_id))
 
     def _advance(self, channel: PlacementChannel) -> bool:
@@ -203,11 +177,11 @@ class ExpertBalancer:
         self._plan(current)
         return True
 
-    def _plan(self, current: _Round) -> None:
-        shape = self._loads.shape
+    def _plan(self, current: Round) -> None:
+        shape, ranks = self._loads.shape, [current.loads[rank] for rank in sorted(current.loads)]
         try:
-            counts = sum(counts_of(current.loads[rank], shape) for rank in sorted(current.loads))
-            self._fingerprints = _agreed(self.placement, [current.loads[r] for r in range(self.placement.num_ranks)])
+            counts = sum(counts_of(loads, shape) for loads in ranks)
+            self._fingerprints = agreed_fingerprints(self.placement, ranks)
         except ValueError as error:
             self._finish(current, error=str(error))
             return
@@ -217,10 +191,10 @@ class ExpertBalancer:
         )
         current.planner.start()
 
-    def _find(self, current: _Round, loads: Counts) -> None:
+    def _find(self, current: Round, loads: Counts) -> None:
         current.new = better_placement(self._model, self._per_node, self.placement, loads, current.min_gain)
 
-    def _stage(self, channel: PlacementChannel, current: _Round) -> None:
+    def _stage(self, channel: PlacementChannel, current: Round) -> None:
         if current.new is None:
             self._finish(current, error="planning failed; its traceback is in the log")
             return
@@ -235,9 +209,9 @@ class ExpertBalancer:
             size = 3 * self._model.moe_intermediate_size * self._model.hidden_size
             # Exchanges have room for the tokens of a full dispatch, whatever they run on.
             most = min(MOVE_VALUES, self._config.capacity * self._model.hidden_size)
-            current.batches = _with_last(list(in_batches(moves, size, most)))
+            current.batches = with_last(list(in_batches(moves, size, most)))
 
-    def _move_on(self, channel: PlacementChannel, current: _Round) -> bool:
+    def _move_on(self, channel: PlacementChannel, current: Round) -> bool:
         """The next exchange, or the change once all is at hand."""
         assert current.staged is not None
         assert current.new is not None
@@ -247,7 +221,7 @@ class ExpertBalancer:
             return True
         if len(current.staged) < self.placement.num_ranks:
             return False
-        error = _first_error(current.staged)
+        error = first_error(current.staged)
         channel.request(Place(round_id=current.round_id, commit=not error))
         if error:
             self._finish(current, error=error)
@@ -258,7 +232,7 @@ class ExpertBalancer:
         return True
 
     def _finish(
-        self, current: _Round, *, before: Placement | None = None, num_moved: int = 0, error: str = ""
+        self, current: Round, *, before: Placement | None = None, num_moved: int = 0, error: str = ""
     ) -> None:
         loads = self._loads
         self.last = Rebalanced(
@@ -272,43 +246,6 @@ class ExpertBalancer:
             self.on_round(self.last)
 
 
-def better_placement(
-    model: ModelConfig, ranks_per_node: int, old: Placement, loads: Counts, min_gain: float
-) -> Placement:
-    """Pure: the placement that follows `old` under `loads` [num_layers, num_experts]."""
-    return place_experts(
-        loads, old.layers, num_ranks=old.num_ranks, num_slots=old.num_slots, num_nodes=old.num_ranks // ranks_per_node,
-        num_groups=model.router.num_groups if model.router is not None else 1, old=old, min_gain=min_gain,
-    )
-
-
 def _placing(channel: object) -> PlacementChannel:
     assert isinstance(channel, PlacementChannel), type(channel)
     return channel
-
-
-def _agreed(placement: Placement, ranks: Sequence[Loads]) -> Fingerprints:
-    """[num_layers, num_experts] of what is held. Raises ValueError naming ranks whose weights of one expert differ."""
-    shape = (len(placement.layers), placement.num_slots)
-    found: Fingerprints = np.zeros((len(placement.layers), placement.num_experts), np.uint64)
-    holder = np.full(found.shape, -1)
-    for rank, loads in enumerate(ranks):
-        held = held_of(loads, shape)
-        for idx, slot in np.ndindex(*shape):
-            expert = placement.experts[idx, rank, slot]
-            first = int(holder[idx, expert])
-            if first >= 0 and found[idx, expert] != held[idx, slot]:
-                raise ValueError(
-                    f"layer {placement.layers[idx]}, expert {expert}: rank {first} holds weights of checksum "
-                    f"{int(found[idx, expert]):016x}, rank {rank} of {int(held[idx, slot]):016x}"
-                )
-            found[idx, expert], holder[idx, expert] = held[idx, slot], rank
-    return found
-
-
-def _first_error(staged: dict[int, Staged]) -> str:
-    return next((f"rank {rank}: {staged[rank].error}" for rank in sorted(staged) if staged[rank].error), "")
-
-
-def _with_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
-    return ((batch, i == len(batches) - 1) for i, batch in enumerate(batches))

@@ -6,7 +6,7 @@ import pytest
 
 from launch.placement_report import describe, report_placement, with_placement_report
 from runtime.engine import Engine
-from runtime.replacement import Rebalanced
+from runtime.placement_round import Rebalanced
 from tests.placement_runs import config
 from tests.rank_threads import engine_over_threads
 

@@ -18,10 +18,10 @@ from runtime.engine import Deployment, Engine
 from runtime.loading import load_model, read_facts
 from runtime.models.config import load_model_config
 from runtime.placement_messages import Loads, Stage, placement_of, stage
+from runtime.placement_round import Rebalanced, agreed_fingerprints
 from runtime.placing import even_nodes, first_placement, load_bytes
 from runtime.rank_messages import decode_control, encode_control
 from runtime.recovery import RestartLimits
-from runtime.replacement import Rebalanced, _agreed
 from runtime.sizing import choose_sizes
 from tests.placement_runs import MINNOW, assert_same, config, move_everything, run, submit
 from tests.rank_threads import ThreadChannel, engine_over_threads
@@ -96,13 +96,13 @@ def test_replicas_of_different_weights_are_named() -> None:
     placement = first_placement(config(dp=2, redundant_experts=4), model)
     assert placement is not None
     held = [replace_ids(placement, rank) for rank in range(2)]
-    found = _agreed(placement, held)
+    found = agreed_fingerprints(placement, held)
     assert found[0].tolist() == [1000 + e for e in range(16)]
     shared = int(placement.experts[2, 1, -1])
     other = bytearray(held[1].fingerprints)
     other[8 * (2 * 10 + 9)] ^= 1
     with pytest.raises(ValueError, match=rf"layer {placement.layers[2]}, expert {shared}: rank 0 holds .* rank 1 of"):
-        _agreed(placement, [held[0], replace(held[1], fingerprints=bytes(other))])
+        agreed_fingerprints(placement, [held[0], replace(held[1], fingerprints=bytes(other))])
 
 
 def replace_ids(placement: Placement, rank: int) -> Loads:
