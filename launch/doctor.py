@@ -93,7 +93,7 @@ def examine(config: LaunchConfig, options: DoctorOptions, env: Mapping[str, str]
         ("accel.rdma", lambda: check_rdma(device, num_nodes)),
         ("net.interface", lambda: check_interface(options.address or config.cluster.advertise, num_nodes)),
         ("net.name", lambda: check_name(num_nodes)),
-        ("net.bind", lambda: check_bind(config.cluster.bind, has_secret)),
+        ("net.bind", lambda: check_bind(config.cluster.bind, has_secret, num_nodes)),
         ("net.controller", lambda: check_controller(options.controller)),
         ("env", lambda: check_environment(env)),
         ("launch.ranks", lambda: check_ranks(env, num_ranks)),

@@ -56,7 +56,7 @@ def check_name(num_nodes: int) -> Finding:
     return ok("net.name", f"{name} is {address}")
 
 
-def check_bind(bind: str, has_secret: bool) -> Finding:
+def check_bind(bind: str, has_secret: bool, num_nodes: int = 1) -> Finding:
     """Whether the controller could listen here now. Only on the controller's node is a refusal a fault."""
     host, _, port = bind.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -66,7 +66,10 @@ def check_bind(bind: str, has_secret: bool) -> Finding:
     except OSError as error:
         return blocking("net.bind", f"{host}: {error.strerror}", "name an address of the controller's node")
     family, kind, protocol, _, address = infos[0]
-    if not str(address[0]).startswith(("127.", "::1")) and not has_secret:
+    is_loopback = str(address[0]).startswith(("127.", "::1"))
+    if is_loopback and num_nodes > 1:
+        return warning("net.bind", f"{bind} for {num_nodes} nodes", "name an address that all reach, or give --listen")
+    if not is_loopback and not has_secret:
         return blocking("net.bind", f"{bind} without a secret", "set LOCKSTEP_SECRET or cluster.secret_file")
     with socket.socket(family, kind, protocol) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -170,6 +170,8 @@ def test_addresses_and_ports() -> None:
     assert check_controller(address).status == "blocking"
     assert check_bind("127.0.0.1", has_secret=False).status == "blocking"
     assert check_bind("0.0.0.0:0", has_secret=False).status == "blocking"
+    assert check_bind("127.0.0.1:0", has_secret=True, num_nodes=1).status == "ok"
+    assert check_bind("127.0.0.1:0", has_secret=True, num_nodes=2).status == "warning"
     assert [check.status for check in check_interface("203.0.113.9", 2)] == ["blocking"]
     assert next(iter(check_interface("127.0.0.1", 2))).status == "blocking"
 
