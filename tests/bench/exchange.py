@@ -4,10 +4,10 @@
     sudo python tests/bench/exchange.py --network .../delaynet.py --delay-ms 2  two network namespaces
 
 For each size: `alone` is an all_to_all of so many bytes to the other rank, started and waited for at once, and
-`processor` what it takes of a core. Then it is started, work of about that length follows, then the wait: `step` is all
-of it, and the share hidden is what (alone + work - step) is of the shorter of the two. Work is a sleep, or products of
-matrices. Both ranks begin at one time, by the clock they share; figures in ms are of the slower rank, medians or
-another quantile of `--turns`.
+`processor` what it takes of a core. Then it is started, work follows, as long as that or `--work-ms`, then the wait:
+`step` is all of it, and the share hidden is what (alone + work - step) is of the shorter of the two. Work is a sleep, or
+products of matrices. Both ranks begin at one time, by the clock they share; figures in ms are of the slower rank,
+medians or another quantile of `--turns`.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def measure(group: Group, num_bytes: int, args: argparse.Namespace) -> dict[str,
     alone = usual(lambda: group.all_to_all(x).wait())
     spent = process_ms(group, args, lambda: group.all_to_all(x).wait())
     found = {"kb": num_bytes / 1024, "alone_ms": alone, "processor_ms": spent}
-    products = Products()
-    products.fit(alone, lambda: usual(products))
-    works: dict[str, Callable[[], object]] = {"sleep": lambda: time.sleep(alone / 1e3), "products": products}
+    products, wanted = Products(), args.work_ms or alone
+    products.fit(wanted, lambda: usual(products))
+    works: dict[str, Callable[[], object]] = {"sleep": lambda: time.sleep(wanted / 1e3), "products": products}
     for name, work in works.items():
 
         def step(work: Callable[[], object] = work) -> None:
@@ -153,6 +153,13 @@ def be_rank(args: argparse.Namespace) -> None:
             print(json.dumps({"delay_ms": args.delay_ms, **row}), flush=True)
 
 
+def handed_on(args: argparse.Namespace) -> list[str]:
+    """The options that every process has."""
+    names = ("turns", "delay_ms", "quantile", "work_ms")
+    options = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    return [*options, "--kb", *map(str, args.kb)]
+
+
 def be_hosts(args: argparse.Namespace) -> int:
     """Both ranks, each in its namespace where there is a network."""
     hosts = ["10.77.0.1", "10.77.0.2"] if args.inside else ["127.0.0.1"] * 2
@@ -164,8 +171,8 @@ def be_hosts(args: argparse.Namespace) -> int:
                 place = ["ip", "netns", "exec", f"lk{rank}"] if args.inside else []
                 command = [
                     *place, sys.executable, __file__, "--rank", str(rank), "--kind", kind, "--hosts", ",".join(hosts),
-                    "--folder", folder, "--port", str(29400 + number), "--turns", str(args.turns),
-                    "--delay-ms", str(args.delay_ms), "--quantile", str(args.quantile), "--kb", *map(str, args.kb),
+                    "--folder", folder, "--port", str(29400 + number),
+                    *handed_on(args),
                 ]
                 interface = "lk" if args.inside else "lo"
                 environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
@@ -181,6 +188,7 @@ def main() -> int:
     parser.add_argument("--rate-mbit", type=float, default=0.0, help="of the network, 0 for any")
     parser.add_argument("--kb", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--work-ms", type=float, default=0.0, help="length of the work; 0: that of the exchange")
     parser.add_argument("--quantile", type=float, default=0.5, help="lower where others use the machine, too")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     for name in ("--rank", "--port"):
@@ -195,10 +203,7 @@ def main() -> int:
         return 0
     if args.network is None:
         return be_hosts(args)
-    again = [
-        sys.executable, __file__, "--inside", "--delay-ms", str(args.delay_ms), "--turns", str(args.turns),
-        "--quantile", str(args.quantile), "--kb", *map(str, args.kb), "--kinds", *args.kinds,
-    ]
+    again = [sys.executable, __file__, "--inside", *handed_on(args), "--kinds", *args.kinds]
     network = [
         sys.executable, str(args.network), "--delay-ms", str(args.delay_ms), "--rate-mbit", str(args.rate_mbit), "--"
     ]
