@@ -5,8 +5,8 @@
 
 For each size: `alone` is an all_to_all of so many bytes to the other rank, started and waited for at once, and
 `processor` what it takes of a core. Then it is started, work follows, as long as that or `--work-ms`, then the wait:
-`step` is all of it, and the share hidden is what (alone + work - step) is of the shorter of the two. Work is a sleep, or
-products of matrices. Both ranks begin at one time, by the clock they share; figures in ms are of the slower rank,
+`step` is all of it, and the share hidden is what (alone + work - step) is of the shorter of the two. Work is a sleep
+or products of matrices. Both ranks begin at one time, by the clock they share; figures in ms are of the slower rank,
 medians or another quantile of `--turns`.
 """
 
