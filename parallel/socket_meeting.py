@@ -174,14 +174,21 @@ class _Call:
         self._me, self._heard, self._where = me, b"", f"{address[0]}:{address[1]}"
         self._said = hello(me, group)
         self.sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
-        tune(self.sock)
-        self.sock.setblocking(False)
-        self._check(self.sock.connect_ex(address))
+        try:
+            tune(self.sock)
+            self.sock.setblocking(False)
+            self._check(self.sock.connect_ex(address))
+        except OSError as error:  # no such host
+            self.sock.close()
+            raise PeerLost(f"rank {peer} cannot be reached at {self._where}: {error}") from None
+        except PeerLost:
+            self.sock.close()
+            raise
 
     def begin(self) -> None:
         self._check(self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
         self.connected = True
-        self.sock.send(self._said)
+        self._say(self._said)
 
     def finish(self) -> bool:
         """Whether the listener has answered, and well."""
@@ -191,8 +198,14 @@ class _Call:
         self._heard = data
         if len(data) < ANSWER_BYTES:
             return False
-        self.sock.send(reply_to_answer(self._me, self._said, data, self.peer, self._where))
+        self._say(reply_to_answer(self._me, self._said, data, self.peer, self._where))
         return True
+
+    def _say(self, data: bytes) -> None:
+        try:
+            self.sock.send(data)
+        except OSError as error:
+            raise PeerLost(f"rank {self.peer} at {self._where} is lost: {error}") from None
 
     def _check(self, code: int) -> None:
         if code not in (0, errno.EINPROGRESS):

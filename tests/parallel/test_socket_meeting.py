@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 
 from parallel import socket_greeting
 from parallel.abort import Aborted
-from parallel.exchange_errors import ExchangeRefused, PeerLost
+from parallel.exchange_errors import ExchangeRefused
 from parallel.layout import Layout, RankGroups
 from parallel.socket_greeting import ANSWER_BYTES, HELLO_BYTES, Self, hello
 from parallel.socket_group import ExchangeListener, close_groups
@@ -216,8 +217,9 @@ def test_a_rank_nobody_listens_for_is_lost() -> None:
         port = made.listeners[0].port
         made.listeners[0].close()
         message = attempt(lambda: made.groups(1, addresses=[("127.0.0.1", port), ("127.0.0.1", 1)]))
+        nowhere = attempt(lambda: made.groups(1, addresses=[("no such host", port), ("127.0.0.1", 1)]))
     assert message == f"PeerLost: rank 0 cannot be reached at 127.0.0.1:{port}: Connection refused"
-    assert issubclass(PeerLost, RuntimeError)
+    assert nowhere.startswith(f"PeerLost: rank 0 cannot be reached at no such host:{port}: ")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -240,6 +242,22 @@ def test_a_rank_that_dies_while_it_is_met_is_lost() -> None:
             time.sleep(0.01)
         sock.close()
         assert calling.result(10).startswith("PeerLost: rank 0 at 127.0.0.1:")
+
+
+def test_a_rank_that_resets_the_connection_is_lost() -> None:
+    """At any point of the greeting: no error but ours may come out, since others end the process."""
+    with hosts(TWO, (0, 1)) as made, ThreadPoolExecutor(1) as pool:
+        for heard in (0, HELLO_BYTES):
+            calling = pool.submit(attempt, lambda: made.groups(1))
+            while (sock := made.listeners[0].accept()) is None:
+                time.sleep(0.01)
+            sock.settimeout(10)
+            if heard:
+                sock.recv(heard, socket.MSG_WAITALL)
+                sock.send(bytes(10))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+            assert calling.result(10).startswith("PeerLost: rank 0 at 127.0.0.1:")
 
 
 def call(listener: ExchangeListener) -> socket.socket:
