@@ -48,6 +48,7 @@ def test_weights_that_differ_from_those_served_are_refused(
         before = engine.balancer
         assert before is not None
         placement = before.placement
+        assert_same(run(engine), alone)  # every rank has loaded before the file changes
         file = model / "model.safetensors"
         intact = file.read_bytes()
         tensors = load_file(file)
@@ -83,6 +84,7 @@ def test_a_missing_checkpoint_ends_the_round_only(
     shutil.copytree(MINNOW, model)
     engine, _ = engine_over_threads(config(model, tp=2, redundant_experts=2, expert_source="files"))
     try:
+        assert_same(run(engine), alone)  # every rank has loaded before the file goes
         (model / "model.safetensors").unlink()
         with pytest.raises(ValueError, match="has neither model.safetensors nor"):
             engine.rebalance()
