@@ -23,8 +23,8 @@ from runtime.cluster.keeper_messages import (
 )
 
 HELLO = Hello(
-    rank=1, world_size=2, local_rank=0, local_world_size=1, node_rank=1, num_nodes=2, source="torchrun", host="b", pid=7,
-    facts={"version torch": "2.13.0"},
+    rank=1, world_size=2, local_rank=0, local_world_size=1, node_rank=1, num_nodes=2, source="torchrun", host="b",
+    pid=7, facts={"version torch": "2.13.0"},
 )
 JOIN = Join(epoch=3, serial=2, hosts=["a", "b"], ports=[1, 2], nodes=[0, 1])
 RANK_JOIN = RankJoin(

@@ -10,8 +10,8 @@ from runtime.cluster.membership import Died, Membership
 
 def hello(rank: int, node: int | None = None) -> Hello:
     return Hello(
-        rank=rank, world_size=2, local_rank=0, local_world_size=1, node_rank=rank if node is None else node, num_nodes=2,
-        source="manual", host=f"host{rank}", pid=100 + rank, facts={},
+        rank=rank, world_size=2, local_rank=0, local_world_size=1, node_rank=rank if node is None else node,
+        num_nodes=2, source="manual", host=f"host{rank}", pid=100 + rank, facts={},
     )
 
 
