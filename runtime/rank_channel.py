@@ -237,19 +237,23 @@ class RankChannel:
             while self._take_next(rank, 0.0):
                 pass
         self._looked = time.monotonic()
-        diagnosis = self._watch.look(exited) or self._late()
+        diagnosis = self._watch.look(exited, in_step=self._waits_for_ranks) or self._late()
         if diagnosis is not None:
             self._fail(diagnosis)
 
     def _late(self) -> Diagnosis | None:
         """Whether the oldest step in flight takes too long. One whose results lie here waits for us."""
         late = self._looked - self._moved
-        leaders = self._waiting[:: self._layout.tp]
-        if not self._in_flight or late <= self._step_timeout_s or all(leaders):
+        if not self._waits_for_ranks or late <= self._step_timeout_s:
             return None
         return Diagnosis(
             message=f"step {self._in_flight[0]} has not ended within {late:.0f} s: {self._watch.overview()}"
         )
+
+    @property
+    def _waits_for_ranks(self) -> bool:
+        """Whether a step is in flight whose results do not all lie here."""
+        return bool(self._in_flight) and not all(self._waiting[:: self._layout.tp])
 
     def _fail(self, diagnosis: Diagnosis) -> NoReturn:
         self._failure = RankFailure(diagnosis.message)

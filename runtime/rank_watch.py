@@ -2,7 +2,7 @@
 
 One rank's end makes others fail: they wait for it, or lose their connection to it. So the first sign of trouble only
 starts a short grace period; then the likeliest cause is named: a process that ended, before one that stands still,
-before one that raised, before one that lost a connection.
+before one that hangs, before one that raised, before one that lost a connection, before all that wait for each other.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 from parallel.layout import Layout
+from runtime.hang_watch import HangWatch
 from runtime.rank_messages import Failure
 from runtime.vitals import FAILED, STARTING, RankVital
 
-ENDED, STANDS_STILL, RAISED, LOST_CONNECTION = range(4)  # in order of preference
+ENDED, STANDS_STILL, HANGS, RAISED, LOST_CONNECTION, NOBODY_MOVES = range(6)  # in order of preference
+NOBODY = -1  # the rank to blame when all wait for each other
 
 KILL_TIMEOUT_S = 2.0
 
@@ -96,6 +98,7 @@ class RankWatch:
         self._looked = time.monotonic()
         self._beats = [0] * len(names)  # the last heartbeat of each rank
         self._silence_s = [0.0] * len(names)  # and for how long we have seen no other
+        self._hangs = HangWatch(len(names), patience.stall_s)
 
     def exited(self) -> list[int]:
         """Ranks whose process has ended. Read their messages after this, then `look`: no last word is missed."""
@@ -114,14 +117,20 @@ class RankWatch:
             f"{self._names[rank]}{where}: {failure.error}", is_user_error,
         )
 
-    def look(self, exited: Sequence[int]) -> Diagnosis | None:
-        """What is wrong, once it is certain enough; None while nothing is, or while the grace period lasts."""
+    def look(self, exited: Sequence[int], *, in_step: bool = False) -> Diagnosis | None:
+        """What is wrong, once it is certain enough; None while nothing is, or while the grace period lasts.
+
+        `in_step`: results of a step are being waited for, so that ranks must get on.
+        """
         now = time.monotonic()
+        gap_s = min(now - self._looked, self._patience.gap_s)
+        self._looked = now
         vitals = self._vitals.read()
         for rank in exited:
             if rank not in self._suspects:
                 self._suspects[rank] = _Suspect(ENDED, now, rank, self._ended(vitals[rank]))
-        self._look_for_silence(now, vitals)
+        self._look_for_silence(now, gap_s, vitals)
+        self._look_for_hangs(now, gap_s, vitals, in_step=in_step)
         if not self._suspects:
             return None
         self._first_sign = self._first_sign or now
@@ -156,16 +165,33 @@ class RankWatch:
                 process.kill()
         self.wait_all(KILL_TIMEOUT_S)
 
-    def _look_for_silence(self, now: float, vitals: Sequence[RankVital]) -> None:
-        gap = min(now - self._looked, self._patience.gap_s)
-        self._looked = now
+    def _look_for_hangs(self, now: float, gap_s: float, vitals: Sequence[RankVital], *, in_step: bool) -> None:
+        found = {
+            NOBODY if still.rank is None else still.rank: still.seconds
+            for still in self._hangs.look(gap_s, vitals, in_step=in_step)
+        }
+        for rank, seconds in found.items():
+            if rank in self._suspects:
+                continue
+            if rank == NOBODY:
+                text = f"no rank has got on for {seconds:.1f} s, each waits for another: {self.overview()}"
+                self._suspects[rank] = _Suspect(NOBODY_MOVES, now, rank, text)
+            else:
+                text = f"{self._names[rank]} hangs: it has not got on for {seconds:.1f} s"
+                text += _where(vitals[rank].phase, vitals[rank].step_id)
+                self._suspects[rank] = _Suspect(HANGS, now, rank, text)
+        for rank, suspect in list(self._suspects.items()):
+            if suspect.category in (HANGS, NOBODY_MOVES) and rank not in found:
+                self._forget(rank)
+
+    def _look_for_silence(self, now: float, gap_s: float, vitals: Sequence[RankVital]) -> None:
         for vital in vitals:
             rank = vital.rank
             if vital.heartbeat_ns != self._beats[rank]:
                 self._beats[rank], self._silence_s[rank] = vital.heartbeat_ns, 0.0
                 self._forget_silence(rank)
                 continue
-            self._silence_s[rank] += gap
+            self._silence_s[rank] += gap_s
             if self._silence_s[rank] >= self._limit(vital) and rank not in self._suspects:
                 text = f"{self._names[rank]} has shown no sign of life for {self._silence_s[rank]:.1f} s, last"
                 text += _where(vital.phase, vital.step_id)
@@ -180,9 +206,12 @@ class RankWatch:
     def _forget_silence(self, rank: int) -> None:
         suspect = self._suspects.get(rank)
         if suspect is not None and suspect.category == STANDS_STILL:
-            del self._suspects[rank]
-            if not self._suspects:
-                self._first_sign = 0.0
+            self._forget(rank)
+
+    def _forget(self, rank: int) -> None:
+        del self._suspects[rank]
+        if not self._suspects:
+            self._first_sign = 0.0
 
     def _ended(self, vital: RankVital) -> str:
         code = self._processes[vital.rank].poll()

@@ -21,13 +21,19 @@ STATE_NAMES = ("starting", "ready", "failed", "closed")
 BEAT_S = 0.2  # between two heartbeats
 
 _RECORD = 256  # bytes of one rank: whole cache lines, so that ranks do not slow each other down
-_PID, _BEAT, _STEP, _STATE = range(4)  # 8-byte integers at the start of a record
+_PID, _BEAT, _STEP, _STATE, _MOVES = range(5)  # 8-byte integers at the start of a record
+_NUMBERS = 40  # bytes
 _PHASE, _OPERATION, _END = 64, 192, 256  # where the texts begin
+
+WAITING = b"waiting"  # phases of a rank that has nothing to do begin with it
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankVital:
-    """What one rank last wrote. `step_id` is -1 before the first step; `heartbeat_ns` is on the monotonic clock."""
+    """What one rank last wrote. `step_id` is -1 before the first step; `heartbeat_ns` is on the monotonic clock.
+
+    `moves` counts phases and collectives: while it stays the same the rank has come no further.
+    """
 
     rank: int
     pid: int
@@ -35,6 +41,8 @@ class RankVital:
     step_id: int
     state: int
     phase: str  # with the collective that is waited for: "target: all_to_all on ep"
+    moves: int = 0
+    is_waiting: bool = False  # for a plan or inside a collective: others have to move first
 
     @property
     def state_name(self) -> str:
@@ -67,10 +75,11 @@ class Vitals:
 
     def _one(self, rank: int) -> RankVital:
         record = self._map[rank * _RECORD : (rank + 1) * _RECORD]
-        pid, beat, step, state = memoryview(record)[:32].cast("q")
+        pid, beat, step, state, moves = memoryview(record)[:_NUMBERS].cast("q")
         return RankVital(
             rank=rank, pid=pid, heartbeat_ns=beat, step_id=step, state=state if 0 <= state <= CLOSED else STARTING,
-            phase=_described(record),
+            phase=_described(record), moves=moves,
+            is_waiting=record[_OPERATION] != 0 or record[_PHASE:].startswith(WAITING),
         )
 
 
@@ -84,7 +93,7 @@ class RankVitals:
         self.trace = Recorder()
         self._map = mmap.mmap(fd, 0)
         self._at = rank * _RECORD
-        self._numbers = memoryview(self._map)[self._at : self._at + 32].cast("q")
+        self._numbers = memoryview(self._map)[self._at : self._at + _NUMBERS].cast("q")
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._numbers[_PID] = os.getpid()
@@ -110,14 +119,17 @@ class RankVitals:
     def phase(self, text: str) -> None:
         """What this rank is about to do, in a few words."""
         self._map[self._at + _PHASE : self._at + _OPERATION] = text_field(text, _OPERATION - _PHASE)
+        self._numbers[_MOVES] += 1
         self.trace.phase(text)
 
     def waiting(self, operation: bytes) -> None:
         """The collective waited for, made by `text_field`: a copy of bytes, cheap enough for every call."""
         self._map[self._at + _OPERATION : self._at + _END] = operation
+        self._numbers[_MOVES] += 1
 
     def waited(self) -> None:
         self._map[self._at + _OPERATION] = 0
+        self._numbers[_MOVES] += 1
 
     @property
     def in_collective(self) -> bool:

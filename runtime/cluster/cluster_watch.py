@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from runtime.cluster.rank_handle import RankHandle
-from runtime.rank_watch import STANDS_STILL, Diagnosis, Patience, RankWatch, VitalsReader
+from runtime.rank_watch import HANGS, STANDS_STILL, Diagnosis, Patience, RankWatch, VitalsReader
 from runtime.vitals import RankVital
 
 
@@ -19,19 +19,19 @@ class ClusterWatch(RankWatch):
         super().__init__(names, handles, vitals, patience)
         self._handles, self._trouble = handles, trouble
 
-    def look(self, exited: Sequence[int]) -> Diagnosis | None:
+    def look(self, exited: Sequence[int], *, in_step: bool = False) -> Diagnosis | None:
         trouble = self._trouble()
         if trouble:
             return Diagnosis(message=trouble)
-        return super().look(exited)
+        return super().look(exited, in_step=in_step)
 
     def kill(self) -> None:
         """Survivors keep their weights; whoever forms the next epoch says who is replaced."""
 
     @property
     def stuck(self) -> list[int]:
-        """Ranks that stand still."""
-        return [rank for rank, suspect in self._suspects.items() if suspect.category == STANDS_STILL]
+        """Ranks that stand still or hang."""
+        return [rank for rank, suspect in self._suspects.items() if suspect.category in (STANDS_STILL, HANGS)]
 
     def _ended(self, vital: RankVital) -> str:
         text = self._handles[vital.rank].keeper_text

@@ -104,7 +104,7 @@ class RemoteInbox:
 class RemoteVitals:
     """Like Vitals: what all ranks last wrote, as it came in.
 
-    While a relay is quiet, its ranks seem to beat: what has stopped then is the relay, and the hub says so.
+    While a relay is quiet, its ranks seem to beat and to move: what has stopped then is the relay, and the hub says so.
     """
 
     def __init__(self, hub: RelayHub, epoch: Epoch) -> None:
@@ -117,8 +117,9 @@ class RemoteVitals:
         self._num_reads += 1
         quiet = {node for node in self._epoch.memory.nodes if self._hub.is_quiet(node)}
         nodes = self._epoch.memory.node_of_rank
+        new = -self._num_reads
         return [
-            replace(vital, heartbeat_ns=-self._num_reads) if nodes[vital.rank] in quiet else vital
+            replace(vital, heartbeat_ns=new, moves=new) if nodes[vital.rank] in quiet else vital
             for vital in self._vitals.read()
         ]
 

@@ -68,6 +68,8 @@ class FakeRank:
             raise RuntimeError("Connection closed by peer")
         if self._what == "exit":
             os._exit(7)
+        while self._what == "spin":
+            time.sleep(0.01)
         if self._what == "hang":
             self._vitals.waiting(text_field("all_gather on tp"))
             time.sleep(600)

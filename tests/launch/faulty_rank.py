@@ -13,15 +13,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from launch.rank_main import RankSpec, build_rank, main
-from parallel.group import Group, Pending
+from parallel.group import Group, Pending, PendingRows, Waiting
 from parallel.layout import RankGroups
 from runtime.rank_loop import Served
 from runtime.vitals import RankVitals
 
+T = TypeVar("T")
 COLLECTIVE = 4  # which one of a step goes wrong: in the midst of the target
 
 
@@ -61,7 +63,10 @@ class FaultyGroup:
     def all_to_all_uneven(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         return self._call(lambda: self._group.all_to_all_uneven(x, send, receive))
 
-    def _call(self, start: Callable[[], Pending]) -> Pending:
+    def all_to_all_sized(self, x: Tensor, send: Sequence[int], most: int) -> PendingRows:
+        return self._call(lambda: self._group.all_to_all_sized(x, send, most))
+
+    def _call(self, start: Callable[[], Waiting[T]]) -> Waiting[T]:
         fault = self._fault
         fault.num_calls += fault.is_armed
         if not fault.is_armed or fault.num_calls != COLLECTIVE:
@@ -71,11 +76,11 @@ class FaultyGroup:
         return _FaultyPending(start(), fault)
 
 
-class _FaultyPending:
-    def __init__(self, pending: Pending, fault: Fault) -> None:
+class _FaultyPending(Generic[T]):
+    def __init__(self, pending: Waiting[T], fault: Fault) -> None:
         self._pending, self._fault = pending, fault
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         if self._fault.where == "inside":
             self._fault.strike()
         result = self._pending.wait()

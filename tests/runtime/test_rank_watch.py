@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,7 @@ from parallel.layout import Layout
 from runtime import rank_watch
 from runtime.rank_messages import Cause, Failure
 from runtime.rank_watch import Diagnosis, Patience, RankWatch, rank_names
-from runtime.vitals import READY, RankVitals, Vitals, page_size
+from runtime.vitals import READY, RankVitals, Vitals, page_size, text_field
 from tests.runtime.served_threads import FakeProcess
 
 
@@ -31,14 +31,18 @@ class Scene:
         self.silent: set[int] = set()
         self.watch = RankWatch(rank_names(Layout(dp=3)), self.processes, Vitals(page, 3), Patience())
 
-    def pass_time(self, seconds: float) -> Diagnosis | None:
+    def pass_time(
+        self, seconds: float, *, in_step: bool = False, moving: Sequence[int] = ()
+    ) -> Diagnosis | None:
         """Look every 50 ms for so long, or until there is a diagnosis."""
         for _ in range(round(seconds / 0.05)):
             self.now += 0.05
             for rank, vitals in enumerate(self.ranks):
                 if rank not in self.silent:
                     vitals.beat()
-            diagnosis = self.watch.look(self.watch.exited())
+                if rank in moving:
+                    vitals.phase("target")
+            diagnosis = self.watch.look(self.watch.exited(), in_step=in_step)
             if diagnosis is not None:
                 return diagnosis
         return None
@@ -165,3 +169,59 @@ def test_killing_reaches_everybody_who_lives(scene: Scene) -> None:
     die(1, -9)(scene)
     scene.watch.kill()
     assert [process.killed for process in scene.processes] == [True, False, True]
+
+
+def warm_up(scene: Scene) -> None:
+    """A first step has come and gone, and everybody is in the second."""
+    assert scene.pass_time(0.2, in_step=True, moving=range(3)) is None
+    for vitals in scene.ranks:
+        vitals.step(8)
+    assert scene.pass_time(0.2, in_step=True, moving=range(3)) is None
+
+
+def test_a_rank_that_beats_but_does_not_get_on_hangs(scene: Scene) -> None:
+    warm_up(scene)
+    for rank in (0, 2):
+        scene.ranks[rank].waiting(text_field("all_to_all on ep"))
+    assert scene.pass_time(2.3, in_step=True) is None
+    found = scene.pass_time(1.0, in_step=True)
+    assert message(found).startswith("rank 1 (dp 1, tp 0) hangs: it has not got on for 2.")
+    assert message(found).endswith("in phase 'target' of step 8")
+
+
+def test_ranks_that_all_wait_for_each_other_are_told(scene: Scene) -> None:
+    warm_up(scene)
+    for vitals in scene.ranks:
+        vitals.waiting(text_field("all_to_all on ep"))
+    assert scene.pass_time(2.8, in_step=True) is None
+    found = message(scene.pass_time(1.0, in_step=True))
+    assert found.startswith("no rank has got on for 3.")
+    assert "rank 2 (dp 2, tp 0) in phase 'target: all_to_all on ep' of step 8" in found
+
+
+def test_getting_on_again_is_forgiven(scene: Scene) -> None:
+    warm_up(scene)
+    assert scene.pass_time(2.6, in_step=True, moving=(0, 2)) is None
+    assert scene.pass_time(5.0, in_step=True, moving=range(3)) is None
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_nobody_hangs_between_steps_or_in_the_first(scene: Scene, in_step: bool) -> None:
+    assert scene.pass_time(50.0, in_step=in_step) is None
+
+
+def test_computations_that_were_seen_to_take_long_may(scene: Scene) -> None:
+    """Four times the longest that ended; time in a wait says nothing about it."""
+    warm_up(scene)
+    assert scene.pass_time(2.0, in_step=True) is None
+    assert scene.pass_time(0.1, in_step=True, moving=range(3)) is None
+    assert scene.pass_time(7.0, in_step=True, moving=(0, 1)) is None
+    assert message(scene.pass_time(2.0, in_step=True, moving=(0, 1))).startswith("rank 2 (dp 2, tp 0) hangs")
+
+
+def test_long_waits_do_not_make_it_patient(scene: Scene) -> None:
+    warm_up(scene)
+    scene.ranks[1].waiting(text_field("all_to_all on ep"))
+    assert scene.pass_time(10.0, in_step=True, moving=(0, 2)) is None
+    scene.ranks[1].waited()
+    assert message(scene.pass_time(3.0, in_step=True, moving=(0, 2))).startswith("rank 1 (dp 1, tp 0) hangs")
