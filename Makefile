@@ -13,7 +13,7 @@ help:
 	@echo "make test       the test suite, without the slow sweeps"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make exactness  the slow sweeps: every setting gives the oracle's ids"
-	@echo "make endurance  every death of a rank, 20 times each, and all ring storms (many hours)"
+	@echo "make endurance  every death of a rank, 20 times each, faults of a cluster, and all ring storms (hours)"
 	@echo "make bench      planning, decode and verification figures on the embedded model"
 
 demo: $(VENV)/.base
@@ -27,10 +27,10 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 exactness: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow --ignore=tests/launch --ignore=tests/runtime/test_ring_storm.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --ignore=tests/launch --ignore=tests/cluster --ignore=tests/runtime/test_ring_storm.py $(PYTEST_ARGS)
 
 endurance: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow tests/launch tests/runtime/test_ring_storm.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow tests/launch tests/cluster tests/runtime/test_ring_storm.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.base
 	$(BIN)/lockstep bench schedule --requests 256 --json
