@@ -222,12 +222,14 @@ class ExpertBalancer:
         if len(current.staged) < self.placement.num_ranks:
             return False
         error = first_error(current.staged)
+        # Beforehand: a request that fails may have reached the ranks of some nodes, which then have changed over.
+        self._ranks_may_differ = self._ranks_may_differ or not error
         channel.request(Place(round_id=current.round_id, commit=not error))
         if error:
             self._finish(current, error=error)
             return True
         before = self.placement
-        self.placement, self._ranks_may_differ = current.new, True
+        self.placement = current.new
         self._finish(current, before=before, num_moved=sum(reply.num_read for reply in current.staged.values()))
         return True
 

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from moe.placement import Placement, save_placement
 from runtime.channel import Channel, RankFailure
+from runtime.config import EngineConfig
 from runtime.engine import Deployment, Engine
 from runtime.loading import load_model, read_facts
 from runtime.models.config import load_model_config
-from runtime.placement_messages import Loads, Stage, placement_of, stage
+from runtime.placement_messages import Loads, Place, PlacementRequest, Stage, placement_of, stage
 from runtime.placement_round import Rebalanced, agreed_fingerprints
 from runtime.placing import even_nodes, first_placement, load_bytes
 from runtime.rank_messages import decode_control, encode_control
@@ -156,6 +157,46 @@ def test_ranks_that_replace_lost_ones_take_the_placement_in_force(
         assert engine.balancer.placement.same_as(placement)
         assert_same(outcomes, alone)
         assert_same(run(engine, {2}), alone)  # and it can go on from there
+    finally:
+        engine.close()
+
+
+class LosesTheChange(ThreadChannel):
+    """Its first change reaches the ranks of one node; then a relay is gone."""
+
+    loses = True
+
+    def __init__(self, settings: EngineConfig) -> None:
+        super().__init__(settings)
+        self.requests: list[PlacementRequest] = []
+
+    def request(self, message: PlacementRequest) -> None:
+        self.requests.append(message)
+        if isinstance(message, Place) and LosesTheChange.loses:
+            LosesTheChange.loses = False
+            self.failure = RankFailure("the relay of node 1 is gone")
+            raise self.failure
+        super().request(message)
+
+
+def test_a_change_that_reached_some_ranks_only_is_taken_back_on_all(
+    alone: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that go on may have changed over already: all are told which placement is in force."""
+    move_everything(monkeypatch)
+    monkeypatch.setattr(LosesTheChange, "loses", True)
+    settings = config(dp=2, redundant_experts=4)
+    engine, channels = failing_over(lambda: LosesTheChange(settings), settings)
+    try:
+        assert engine.balancer is not None
+        placement = engine.balancer.placement
+        with pytest.raises(RankFailure):
+            engine.rebalance()
+        assert_same(run(engine), alone)
+        told = channels[1].requests if isinstance(channels[1], LosesTheChange) else []
+        assert [type(message) for message in told] == [Stage, Place]
+        assert isinstance(told[0], Stage)
+        assert placement_of(told[0]).same_as(placement)
     finally:
         engine.close()
 
