@@ -22,11 +22,12 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
 
     def take_digests(self) -> dict[str, int]:
-        """For each group, CRC-32 of its entries so far; then the ledger is empty again."""
+        """For each group, CRC-32 of its entries so far; then the ledger is as new, whatever was cut short before."""
         digests = {"tp": 0, "ep": 0}
         for entry in self.entries:
             digests[entry[2]] = zlib.crc32(repr(entry).encode(), digests.get(entry[2], 0))
         self.entries.clear()
+        self.step = self.half = 0
         return digests
 
 

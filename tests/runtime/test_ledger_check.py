@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
+from parallel.group import SoloGroup
 from parallel.layout import Layout
+from parallel.ledger import Ledger, LedgerGroup
 from runtime.ledger_check import LedgerCheck
 
 LAYOUT = Layout(dp=2, tp=2)
@@ -34,3 +37,11 @@ def test_steps_may_overlap() -> None:
     check = LedgerCheck(LAYOUT)
     for step_id, rank in [(1, 0), (1, 1), (2, 0), (1, 2), (2, 1), (1, 3), (2, 2), (2, 3)]:
         assert check.add(rank, step_id, pages()[rank]) is None
+
+
+def test_a_rank_that_was_called_out_of_half_b_goes_on_like_one_that_has_just_started() -> None:
+    ledgers = [Ledger(), Ledger(step=40, half=1)]
+    for ledger in ledgers:
+        ledger.take_digests()  # as when a rank joins the others again
+        LedgerGroup(SoloGroup("ep"), ledger).all_gather(torch.zeros(1))
+    assert ledgers[0].take_digests() == ledgers[1].take_digests()
