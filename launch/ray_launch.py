@@ -96,9 +96,9 @@ class RayLaunch:
         devices = visible_devices([w.seat for w in self._workers], [place[2] for place in places])
         self._start_controller(places[0][1], common)
         for worker, (_, address, _), visible in zip(self._workers, places, devices, strict=True):
-            worker.environment = common | variables(worker.seat.env) | {
-                "LOCKSTEP_ADVERTISE": self._options.host or address,
-            }
+            worker.environment = common | variables(worker.seat.env)
+            if self._options.host is None:  # else each finds its own address on the way to the controller's
+                worker.environment["LOCKSTEP_ADVERTISE"] = address
             if visible is not None:
                 worker.environment["CUDA_VISIBLE_DEVICES"] = visible
         self._call_all([self._start_worker(worker) for worker in self._workers])
@@ -156,6 +156,8 @@ class RayLaunch:
         until = time.monotonic() + ADDRESS_S
         while not self._address:
             code = self._pump_controller()
+            if code is None and time.monotonic() > until:
+                sys.stderr.write(f"lockstep: error: the controller has no address {ADDRESS_S:g} s after its start\n")
             if code is not None or time.monotonic() > until:
                 raise ControllerEnded(code)
             self._address = self._call(self._controller.read.remote(file))

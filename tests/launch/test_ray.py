@@ -127,6 +127,26 @@ def test_a_controller_that_does_not_listen_starts_no_worker(world: World, monkey
     assert world.note("worker0") is None
 
 
+def test_a_controller_that_stays_but_does_not_listen_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_NO_ADDRESS", "1")
+    monkeypatch.setenv("FAKE_DEAF_S", "30")
+    monkeypatch.setattr("launch.ray_launch.ADDRESS_S", 0.5)
+    assert run_command(["ray", *SETTINGS]) == 1
+    assert "the controller has no address 0.5 s after its start" in capsys.readouterr().err
+    assert world.note("worker0") is None
+
+
+@pytest.mark.parametrize(("host", "advertised"), [((), "127.0.0.1"), (("--host", "10.9.8.7"), None)])
+def test_a_worker_gives_its_own_address_to_the_others_not_the_controllers(
+    world: World, host: tuple[str, ...], advertised: str | None
+) -> None:
+    """With an address for the controller each worker takes the one of its node that leads there."""
+    assert run_command(["ray", *SETTINGS, *host, "a prompt"]) == 0
+    assert [world.note(f"worker{rank}")["advertise"] for rank in range(4)] == [advertised] * 4
+
+
 def test_no_room_is_said_with_what_was_asked_and_what_is_there(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ if sys.argv[2] == "launch.cli":
     note("controller")
     code = int(os.environ.get("FAKE_CONTROLLER_CODE", "0"))
     if os.environ.get("FAKE_NO_ADDRESS"):
+        time.sleep(float(os.environ.get("FAKE_DEAF_S", "0")))
         sys.exit(code)
     with open(after("--address-file"), "w") as file:
         file.write(after("--listen").replace(":0", ":4711"))
@@ -67,7 +68,7 @@ if sys.argv[2] == "launch.cli":
 from launch.rank_env import RankEnv
 env = RankEnv.from_environment(os.environ)
 note(f"worker{env.rank}", rank=env.rank, node=env.node_rank, local=env.local_rank, source=env.source,
-     step_pid=int(os.environ["FAKE_SRUN_PID"]))
+     step_pid=int(os.environ["FAKE_SRUN_PID"]), advertise=os.environ.get("LOCKSTEP_ADVERTISE"))
 sys.exit(int(os.environ.get("FAKE_WORKER_CODE", "0")))
 """
 
