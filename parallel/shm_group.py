@@ -109,6 +109,11 @@ class ShmGroup:
         pieces = torch.split(out, list(receive))
 
         def take(rank: int, given: Tensor) -> None:
+            if len(given) != receive[rank]:  # one row would be copied into as many as are expected
+                raise RuntimeError(
+                    f"{OPERATIONS[3]} on {self.name}: rank {self._labels[rank]} gave {len(given)} rows, "
+                    f"rank {self._labels[self.rank]} expects {receive[rank]}"
+                )
             pieces[rank].copy_(given)
 
         return self._start(3, x, out, take, send)

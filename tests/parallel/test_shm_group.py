@@ -145,6 +145,17 @@ def test_ranks_that_give_different_sizes_are_told() -> None:
     assert "rank 1 gave 8 bytes to all_gather, rank 0 4" in on_threads(2, work)[0]
 
 
+def test_ranks_that_expect_another_number_of_rows_are_told() -> None:
+    def work(group: ShmGroup) -> str:
+        send, receive = ([1, 1], [1, 1]) if group.rank else ([1, 1], [1, 3])  # one row is no three, all alike
+        with pytest.raises(RuntimeError) as error:
+            group.all_to_all_uneven(torch.zeros(2, 4), send, receive).wait()
+            raise RuntimeError("none")
+        return str(error.value)
+
+    assert on_threads(2, work) == ["all_to_all_uneven on ep: rank 1 gave 1 rows, rank 0 expects 3", "none"]
+
+
 def test_a_message_without_room_is_refused() -> None:
     def work(group: ShmGroup) -> None:
         with pytest.raises(ValueError, match=r"all_gather on ep: 4100 bytes, room for 4096"):
