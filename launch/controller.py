@@ -77,6 +77,7 @@ class Controller:
         memory_sizes, node_of_rank = _MemorySizes.of(config, sizes), list[int]()
 
         def memory(epoch: int, nodes: Sequence[int]) -> EpochMemory:
+            _check_exchange(config, nodes)
             node_of_rank[:] = nodes
             return _memory(config.layout, memory_sizes, epoch, nodes)
 
@@ -128,6 +129,15 @@ def _limits(cluster: ClusterSection, gather_s: float | None) -> ClusterLimits:
         gather_s=gather_s, join_s=cluster.join_s, stall_s=cluster.stall_s, reform_s=cluster.reform_s,
         patience=Patience(stall_s=cluster.stall_s, start_stall_s=START_STALL_S, grace_s=GRACE_S),
     )
+
+
+def _check_exchange(config: EngineConfig, nodes: Sequence[int]) -> None:
+    """Raises ValueError where ranks of several hosts were to have nothing but shared memory between them."""
+    if config.exchange == "shared_memory" and len(set(nodes)) > 1:
+        raise ValueError(
+            f'parallel.exchange = "shared_memory": the ranks are on nodes {sorted(set(nodes))}, which share none; '
+            'set it to "auto" or "sockets"'
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,13 @@ def test_another_capacity_of_dispatch() -> None:
         refused(local, r"dispatch capacity +577 +\[controller,r0\]\n +2000 +\[r1\]")
 
 
+def test_shared_memory_between_hosts() -> None:
+    with two_workers('parallel.exchange="shared_memory"') as local:
+        local.start(0)
+        local.start(1)
+        refused(local, r'^parallel.exchange = "shared_memory": the ranks are on nodes \[0, 1\].* "auto" or "sockets"')
+
+
 def test_other_weights(minnow: Path, tmp_path: Path) -> None:
     """One byte of a file of the model."""
     for file in minnow.iterdir():
