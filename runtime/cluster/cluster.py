@@ -268,7 +268,7 @@ class Cluster:
 
     def _what_is_wrong(self) -> str:
         fault = self._hub.fault()
-        return fault.text if fault is not None else self._trouble
+        return fault.text if fault is not None else self._hub.gone() or self._trouble
 
     # What keepers and relays say
 

@@ -114,6 +114,14 @@ class RelayHub:
         """The fault of a relay, until it is detached: its line is closed, silent for `stall_s` or damaged."""
         return next((relay.fault for _, relay in sorted(self._relays.items()) if relay.fault is not None), None)
 
+    def gone(self) -> str:
+        """Which relay of the open epoch is there no more, "" while all are: another may have come in its place."""
+        epoch = self._epoch
+        if epoch is None:
+            return ""
+        taking_part = {node for node, relay in self._relays.items() if relay.joined == epoch.number}
+        return next((f"relay of node {node} is gone" for node in epoch.memory.nodes if node not in taking_part), "")
+
     def is_quiet(self, node_rank: int) -> bool:
         """Whether a relay has not been heard of lately: nothing is known of its ranks then."""
         relay = self._relays.get(node_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 
 import pytest
@@ -49,6 +50,19 @@ def test_a_relay_is_replaced_and_no_rank_is() -> None:
         assert cluster.pids == ranks
         assert not {cluster.relay(0), cluster.relay(1)} & set(relays)
         assert not is_running(relays[1])
+
+
+def test_a_relay_that_is_replaced_while_the_controller_is_away_is_noticed() -> None:
+    with FakeCluster() as cluster:
+        cluster.steps(3)
+        ranks = cluster.pids
+        os.kill(cluster.relay(0), signal.SIGKILL)
+        arrived = cluster.local.controller._acceptor.fileno()
+        assert select.select([arrived], [], [], 20.0)[0], "the next relay has not come"
+        assert cluster.failure() == "relay of node 0 is gone"
+        cluster.recover()
+        cluster.steps(3)
+        assert cluster.pids == ranks
 
 
 def test_a_keeper_takes_its_rank_with_it_and_another_may_come() -> None:

@@ -184,6 +184,18 @@ def test_a_closed_line_is_a_fault_and_a_new_relay_takes_part_from_the_next_epoch
         two.hub.close()
 
 
+def test_a_relay_that_takes_the_place_of_another_unseen_ends_the_epoch(two: Played) -> None:
+    two.hub.open_epoch(memory(1))
+    two.open(1)
+    assert two.hub.gone() == ""
+    two.relays[1].close()
+    with line_pair("relay") as (ours, _):
+        two.hub.attach(1, ours)  # before anybody has looked at the old line
+        two.poll()
+        assert two.hub.fault() is None
+        assert two.hub.gone() == "relay of node 1 is gone"
+
+
 def test_silence_is_a_fault_of_the_relay_and_not_of_its_ranks() -> None:
     with played(2, 0.6) as two:
         ports = two.hub.open_epoch(memory(1))
