@@ -114,11 +114,16 @@ def with_split_threshold(engine: Engine) -> Engine:
     """The same engine, which knows from how many tokens on a step is best run as two halves if that was left open."""
     from runtime.split_calibration import calibrate_split
 
+    balancer = engine.balancer
+    if balancer is not None:
+        balancer.is_resting = True
     line = calibrate_split(engine)
+    if balancer is not None:
+        balancer.is_resting = False
     if line is not None:
         sys.stderr.write(f"lockstep: split: {line}\n")
-        if engine.balancer is not None:
-            engine.balancer.forget_loads(engine.channel)
+        if balancer is not None:
+            balancer.forget_loads(engine.channel)
     return engine
 
 

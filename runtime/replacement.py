@@ -67,6 +67,7 @@ class ExpertBalancer:
         self.placement = placement
         self.last: Rebalanced | None = None
         self.on_round: Callable[[Rebalanced], None] | None = None  # told when one is over
+        self.is_resting = False  # somebody measures: steps do not count, and no round begins by itself
         self._loads: Counts = np.zeros((len(placement.layers), placement.num_experts))
         self._fingerprints: Fingerprints | None = None  # [num_layers, num_experts]
         self._round: Round | None = None
@@ -84,6 +85,8 @@ class ExpertBalancer:
 
     def turn(self, channel: object) -> None:
         """Once a step: take in what ranks have said, do the next thing, begin a round when one is due."""
+        if self.is_resting:
+            return
         self._steps += 1
         every = self._config.rebalance_steps
         if self._round is None and every and self._steps >= every:

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch.generate import with_split_threshold
 from runtime import replacement
 from runtime.engine import Engine
+from runtime.placement_round import Rebalanced
 from tests.placement_runs import MINNOW, assert_same, config, move_everything, run
 from tests.rank_threads import engine_over_threads
 from tests.runtime.driving import Outcome, ask
@@ -125,5 +127,25 @@ def test_loads_of_a_measurement_are_forgotten() -> None:
             engine.step()
         engine.rebalance()
         assert engine.balancer.loads.sum(1).tolist() == [4.0 * 12] * 4
+    finally:
+        engine.close()
+
+
+def test_experts_are_not_placed_by_a_measurement() -> None:
+    """Nothing of the steps that find the split's threshold counts: not for loads, and not for when a round is due."""
+    engine, _ = engine_over_threads(config(dp=2, redundant_experts=4, k=0, rebalance_steps=10))
+    rounds: list[Rebalanced] = []
+    try:
+        assert engine.balancer is not None
+        engine.balancer.on_round = rounds.append
+        with_split_threshold(engine)
+        for _ in range(9):
+            engine.step()
+        assert rounds == []
+        assert not engine.balancer.is_resting
+        while not rounds:
+            engine.step()
+        assert rounds[0].round_id == 1
+        assert engine.balancer.loads.sum() == 0
     finally:
         engine.close()
