@@ -36,7 +36,9 @@ class KeeperLines:
         self._pinged = 0.0
 
     def add(self, rank: int, line: FrameLine) -> None:
+        """A keeper has come. How the line before it ended, if nobody has been told yet, is of no interest any more."""
         self._lines[rank], self._heard[rank] = line, time.monotonic()
+        self._lost = [lost for lost in self._lost if lost[0] != rank]
 
     def drop(self, rank: int) -> None:
         """Close a line; the keeper at its other end, if there is one, ends."""
