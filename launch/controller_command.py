@@ -21,7 +21,7 @@ from launch.printers import report_recovery
 if TYPE_CHECKING:
     from launch.controller import Controller
     from runtime.config import EngineConfig
-    from runtime.engine import Engine
+    from runtime.engine import Deployment, Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ class _Session:
             view.ready()
         finally:
             view.close()
-        engine = Engine(engine_config, deployment=deployment, on_event=report_recovery)
-        return generate.with_split_threshold(with_placement_report(engine))
+        engine = with_placement_report(Engine(engine_config, deployment=deployment, on_event=report_recovery))
+        return generate.with_split_threshold(engine) if has_network(engine_config, deployment) else engine
 
     def interrupt(self, code: int, text: str) -> None:
         """Whatever ends this run from now on, workers are told this."""
@@ -100,6 +100,11 @@ class _Session:
     def close(self) -> None:
         if self._controller is not None:
             self._controller.close(EXIT_ENGINE, "the controller has failed")
+
+
+def has_network(config: EngineConfig, deployment: Deployment) -> bool:
+    """Whether there is one between ranks; those of a single node share memory if they may."""
+    return not config.shares_memory or deployment.ranks_per_node != config.layout.ep
 
 
 @contextmanager
