@@ -167,10 +167,10 @@ class Cluster:
         """Take in what keepers and relays say, waiting for it up to `timeout_s`."""
         self._keepers.wait([self._acceptor.fileno(), *self._hub.filenos()], timeout_s)
         self._hub.poll()
-        for arrival in self._acceptor.take():
-            self._welcome(arrival)
         for rank, message in self._keepers.receive():
             self._take(rank, message)
+        for arrival in self._acceptor.take():  # after that: who comes in the place of another is no second one
+            self._welcome(arrival)
         for rank, why in self._keepers.take_lost():
             self._lose(rank, why)
 
