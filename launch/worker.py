@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 from launch.cluster_address import format_address, parse_address, read_secret
@@ -83,6 +84,7 @@ def _keep(
     secret: bytes,
 ) -> Verdict:
     advertise = os.environ.get(ADVERTISE_VARIABLE) or config.cluster.advertise or _own_address(line)
+    _check_own(advertise)
     socket_name = relay_socket_name(format_address(*controller), env.node_rank)
     relay = RelaySpec(
         parent_pid=os.getpid(), node_rank=env.node_rank, controller_host=controller[0], controller_port=controller[1],
@@ -117,6 +119,21 @@ def _own_address(line: FrameLine) -> str:
     """The address of this host on the way to the controller: the way between hosts, most likely."""
     with socket.socket(fileno=os.dup(line.fileno())) as sock:
         return str(sock.getsockname()[0])
+
+
+def _check_own(address: str) -> None:
+    """Raises ValueError unless ranks can listen at `address`, and at nothing else."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as sock:
+            sock.bind((address, 0))
+            fault = "stands for all addresses" if ip_address(sock.getsockname()[0]).is_unspecified else ""
+    except OSError as error:
+        fault = error.strerror or str(error)
+    if fault:
+        raise ValueError(
+            f"cluster.advertise or {ADVERTISE_VARIABLE} = {address}: {fault}; expected one address of this host that "
+            "the other hosts reach"
+        )
 
 
 if __name__ == "__main__":

@@ -118,6 +118,18 @@ def test_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("address", "fault"), [("192.0.2.1", "Cannot assign requested address"), ("0.0.0.0", "stands for all addresses")]
+)
+def test_an_address_that_is_no_address_of_this_host(address: str, fault: str) -> None:
+    with two_workers() as local:
+        local.environment = {"LOCKSTEP_ADVERTISE": address}
+        local.start(0)
+        code, text = outcome(local, 0)
+        assert code == EXIT_USAGE, text
+        assert f"cluster.advertise or LOCKSTEP_ADVERTISE = {address}: {fault}; expected one address of" in text
+
+
+@pytest.mark.parametrize(
     ("environment", "code", "told"),
     [
         ({"LOCKSTEP_CONTROLLER": "127.0.0.1:1"}, EXIT_PEER_LOST, "nobody answers at 127.0.0.1:1 within 0.3 s"),
