@@ -46,7 +46,7 @@ def batch_script(
     num_ranks = config.parallel.dp * config.parallel.tp
     values = {
         "num_nodes": str(num_ranks // per_node), "ranks_per_node": str(per_node), "num_ranks": str(num_ranks),
-        "dp": str(config.parallel.dp), "tp": str(config.parallel.tp),
+        "dp": str(config.parallel.dp), "tp": str(config.parallel.tp), "threads": str(config.engine.threads),
         "command": " ".join(command.split()) or "lockstep slurm",
         "directives": "\n".join(f"#SBATCH {line}" for line in _directives(config, options, per_node)),
         "python": shlex.quote(options.python), "config": shlex.quote(str(path.resolve())),

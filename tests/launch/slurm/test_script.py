@@ -37,12 +37,14 @@ def test_what_is_asked_of_slurm() -> None:
     options = SlurmOptions(
         ranks_per_node=2, partition="gpu", account="lab", time="1:00:00", requeue=True, sbatch=["--exclusive"]
     )
-    asked = directives(write(*FOUR_RANKS, "engine.threads=3", options=options))
+    script = write(*FOUR_RANKS, "engine.threads=3", options=options)
+    asked = directives(script)
     assert {
         "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3", "--partition=gpu", "--account=lab",
         "--time=1:00:00", "--requeue", "--exclusive",
     } <= asked
     assert not any("gpus" in line for line in asked)
+    assert '--cpus-per-task="${SLURM_CPUS_PER_TASK:-3}"' in script, "a step does not inherit the job's"
     on_devices = directives(write("parallel.dp=2", "parallel.tp=8", "engine.device=cuda"))
     assert {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8"} <= on_devices
     assert not any("gpus-per-task" in line for line in on_devices)
