@@ -50,6 +50,7 @@ class Recorder:
     def start(self) -> None:
         """Note spans from now on; those of an earlier time are forgotten."""
         self._spans, self.num_dropped, self._phase = [], 0, ""
+        self.track, self._part = HOST, ""  # a step that was cut short has left its own there
         self.on = True
 
     def stop(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
+import pytest
+
 from parallel.trace import EXCHANGES, HALF_A, HALF_B, HOST, Recorder, Span
 
 
@@ -108,3 +110,20 @@ def test_what_is_run_is_called_once_with_its_argument() -> None:
     recorder.start()
     recorder.run("part", add, 7)
     assert seen == [7]
+
+
+def test_what_a_step_that_was_cut_short_left_behind_ends_with_the_next_start() -> None:
+    recorder = ticking()
+    recorder.start()
+    recorder.track = HALF_B
+
+    def lost(_: object) -> None:
+        raise RuntimeError("rank 1 is lost")
+
+    with pytest.raises(RuntimeError):
+        recorder.run("dispatch", lost, None)
+    recorder.start()
+    exchange = recorder.exchange("all_gather on tp")
+    exchange.waiting()
+    exchange.arrived()
+    assert [(span.track, span.name) for span in recorder.take()] == [(HOST, "wait for all_gather on tp")]
