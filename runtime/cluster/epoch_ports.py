@@ -80,25 +80,39 @@ class RemoteInbox:
 
     def __init__(self, hub: RelayHub, epoch: Epoch, rank: int) -> None:
         self._hub, self._epoch, self._rank = hub, epoch, rank
+        self._looked = hub.num_polls
 
     def try_receive(self) -> bytes | None:
-        """The next message if there is one. Raises RingDamaged for a ring that cannot be read."""
-        return self.receive(0.0)
+        """The next message if there is one. Raises RingDamaged for a ring that cannot be read.
+
+        Has the hub poll only if it has not since this was last called: a look at all ranks is one look at all relays.
+        """
+        if self._looked == self._hub.num_polls and not self._has_something():
+            self._hub.poll()
+        self._looked = self._hub.num_polls
+        return self._take()
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next message; None when none has come within `timeout_s`, or nothing can come any more."""
-        messages, faults = self._epoch.results[self._rank], self._epoch.result_faults
-        if not messages and self._rank not in faults:
-            self._hub.wait_for(lambda: messages or self._rank in faults, timeout_s)
-        if messages:
-            return messages.popleft()
-        if self._rank in faults:
-            raise faults[self._rank]
-        return None
+        if not self._has_something():
+            self._hub.wait_for(self._has_something, timeout_s)
+        return self._take()
 
     def close(self) -> None:
         """Drop what has not been read."""
         self._epoch.results[self._rank].clear()
+
+    def _has_something(self) -> bool:
+        return bool(self._epoch.results[self._rank]) or self._rank in self._epoch.result_faults
+
+    def _take(self) -> bytes | None:
+        """Messages before a fault."""
+        messages = self._epoch.results[self._rank]
+        if messages:
+            return messages.popleft()
+        if self._rank in self._epoch.result_faults:
+            raise self._epoch.result_faults[self._rank]
+        return None
 
 
 class RemoteVitals:

@@ -40,6 +40,7 @@ class RelayHub:
         self._relays: dict[int, AttachedRelay] = {}
         self._epoch: Epoch | None = None
         self._last_epoch = 0
+        self.num_polls = 0
         self._looked = time.monotonic()
 
     @property
@@ -102,6 +103,7 @@ class RelayHub:
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take in and send on whatever is there. With `timeout_s`, wait that long for something to happen."""
+        self.num_polls += 1
         waiting = {relay.line.fileno(): relay for relay in self._relays.values() if relay.fault is None}
         poller = select.poll()
         for fd, relay in waiting.items():

@@ -289,6 +289,19 @@ def test_one_message_for_all_ranks(two: Played) -> None:
         ports.plans.send(b"", 0.0)
 
 
+def test_a_look_at_all_ranks_is_one_look_at_all_relays(two: Played) -> None:
+    ports = two.hub.open_epoch(memory(1))
+    two.open(1)
+    two.poll()
+    before = two.hub.num_polls
+    for look in range(3):  # the first one may count on the polls before
+        assert [inbox.try_receive() for inbox in ports.results] == [None] * 4
+        assert two.hub.num_polls - before == look
+    two.relays[1].send(RelayFrame.RESULT, 1, frame_result(3, b"late"))
+    (received,) = [data for _ in range(500) for inbox in ports.results if (data := inbox.try_receive()) is not None]
+    assert received == b"late"
+
+
 def test_missing_relays_are_named() -> None:
     hub = RelayHub()
     with pytest.raises(RelayLost, match="relay of node 0: not connected"):
