@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from parallel.trace import Recorder
@@ -181,7 +182,8 @@ class Engine:
         try:
             self._channel = self._recovery.renew(failure)
             if self.trace.on and isinstance(self._channel, Traceable):
-                self._channel.start_trace()
+                with suppress(RankFailure):  # lost again already: the next step hears of it
+                    self._channel.start_trace()
         except RankFailure as final:
             if not self._live and not self._unsent:
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from runtime.engine import Deployment, Engine
 from runtime.recovery import CannotRecover, Recovery, RecoveryEvent, RestartBudget, RestartLimits
 from runtime.request import FinishReason
 from runtime.sizing import choose_sizes
+from runtime.trace import ProcessTrace
 from tests.fakes import ToyModel, load_toy
-from tests.runtime.driving import Outcome, ask, plain_decode
+from tests.runtime.driving import Outcome, ask, plain_decode, run_all
 from tests.runtime.failing_channel import FailingChannel, GroupsChannel, Strikes, failing_toy
+from tests.runtime.test_split_calibration import VirtualRanks
 
 
 class Clock:
@@ -230,3 +233,40 @@ def test_stats_tell_restarts_from_preemptions_and_keep_what_the_cache_held_at_fi
     assert [found[name].counters.num_restarts for name in "abc"] == [2, 0, 0]
     assert all(o.counters.num_preemptions == 0 for o in found.values())
     assert found["a"].counters.num_cached_tokens == 0
+
+
+@dataclass
+class TracedRanks(VirtualRanks):
+    """Ranks that are lost when they are to be traced, or from the start."""
+
+    failure: RankFailure | None = None
+    is_lost_when_traced: bool = False
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def start_trace(self) -> None:
+        if self.is_lost_when_traced:
+            self.failure = RankFailure("rank 0 is lost again")
+            raise self.failure
+
+    def stop_trace(self) -> list[ProcessTrace]:
+        return []
+
+
+def test_ranks_that_are_lost_when_their_trace_starts_are_replaced_like_others() -> None:
+    def cost(_tokens: int, _split: bool) -> float:
+        return 1.0
+
+    lost = TracedRanks(cost, failure=RankFailure("rank 0 is lost"))
+    others = iter([TracedRanks(cost, is_lost_when_traced=True), TracedRanks(cost)])
+    loaded, settings = load_toy(), config()
+    engine = Engine(settings, deployment=Deployment(
+        facts=loaded.facts, sizes=choose_sizes(settings, loaded.facts), channel=lost, bytes_read=(),
+        recover=lambda: next(others), restarts=RestartLimits(),
+    ))
+    engine.trace.start()
+    outcomes = run_all(engine, [ask("a", [1, 2, 3], max_tokens=4, ignore_eos=True)])
+    assert outcomes["a"].error is None
+    assert len(outcomes["a"].token_ids) == 4
