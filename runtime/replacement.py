@@ -54,6 +54,8 @@ class PlacementChannel(Protocol):
 
     def raise_failure(self) -> None: ...
 
+    def kill(self) -> None: ...
+
 
 class ExpertBalancer:
     """One round at a time: ask for loads, plan beside the steps, stage, change over. `turn` never waits."""
@@ -145,7 +147,11 @@ class ExpertBalancer:
 
         def with_placement() -> Channel:
             channel = recover()
-            self.restore(channel)
+            try:
+                self.restore(channel)
+            except ValueError:  # for good: nobody else knows these ranks, and none of them may stay
+                _placing(channel).kill()
+                raise
             return channel
 
         return with_placement

@@ -84,6 +84,13 @@ class ThreadChannel:
             inbox.put(None)
         self._thread.join()
 
+    def kill(self) -> None:
+        self.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def _next(self, found: dict[int, StepResult]) -> tuple[int, StepResult]:
         for i, (rank, _) in enumerate(self._early):
             if rank not in found:

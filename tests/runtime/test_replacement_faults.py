@@ -201,6 +201,36 @@ def test_a_change_that_reached_some_ranks_only_is_taken_back_on_all(
         engine.close()
 
 
+def test_new_ranks_that_cannot_take_the_placement_in_force_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that moved over the network, then changed on disk: the old ranks are gone, the new ones are refused."""
+    move_everything(monkeypatch)
+    model = tmp_path / "minnow"
+    shutil.copytree(MINNOW, model)
+    settings = config(model, dp=2, redundant_experts=4)
+    engine, channels = failing_over(lambda: ThreadChannel(settings), settings)
+    try:
+        run(engine)
+        engine.rebalance()
+        file = model / "model.safetensors"
+        tensors = load_file(file)
+        file.unlink()  # ranks have mapped the old one
+        save_file({n: v * 1.01 if ".mlp.experts." in n else v for n, v in tensors.items()}, file)
+        outcomes = submit(engine)
+        channels[-1].failure = RankFailure("rank 1 is gone")
+        while engine.has_work():
+            for chunk in engine.step():
+                outcomes[chunk.request_id].add(chunk)
+        assert all("cannot be started again: rank" in str(found.error) for found in outcomes.values())
+        assert len(channels) == 2
+        assert not channels[1].is_running
+    finally:
+        engine.close()
+        if channels[-1].is_running:
+            channels[-1].close()
+
+
 def test_a_saved_placement_is_where_an_engine_starts(
     alone: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
