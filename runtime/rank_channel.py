@@ -186,13 +186,16 @@ class RankChannel:
         return waiting.popleft()
 
     def _send(self, data: bytes) -> None:
+        until = time.monotonic() + self._step_timeout_s
         while True:
             try:
                 self._plans.send(data, LOOK_S)
             except MessageTooLarge as error:  # the planner counts on this step: nothing can follow without it
                 self._fail(Diagnosis(message=str(error)))
-            except RingError:  # full, or a rank is gone: the look says who is to blame
+            except RingError as error:  # full, or a rank is gone: the look says who is to blame
                 self._look()
+                if time.monotonic() > until:
+                    self._fail(Diagnosis(message=f"no plan can be sent: {error}"))
                 time.sleep(LOOK_S)
                 continue
             return

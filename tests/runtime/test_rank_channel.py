@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,6 +14,7 @@ from parallel.layout import Layout
 from runtime.channel import RankFailure
 from runtime.plan import StepResult
 from runtime.rank_loop import Served
+from runtime.ring import ReaderLagging
 from runtime.sizing import Sizes
 from tests.runtime.served_threads import QUICK, Echo, ThreadRanks, empty_plan
 
@@ -83,6 +84,29 @@ def test_after_closing_nothing_can_be_sent() -> None:
         ranks.channel.close()
         with pytest.raises(RuntimeError, match="the engine is closed"):
             ranks.channel.send([empty_plan(1)])
+
+
+def test_a_plan_that_nobody_takes_is_not_offered_for_ever() -> None:
+    class Full:
+        """A ring whose readers live, and take nothing."""
+
+        def send(self, data: bytes, timeout_s: float) -> None:
+            raise ReaderLagging("ring 'plans': reader 1 is behind")
+
+        def close(self) -> None:
+            """Nothing to do."""
+
+    ranks = ThreadRanks(Layout(tp=2), patience=replace(QUICK, step_s=0.2))
+    plans = ranks.channel._plans
+    with deployed(ranks), ExitStack() as stack:
+        stack.callback(plans.close)
+        ranks.channel.wait_ready()
+        ranks.channel._plans = Full()
+        message = r"^no plan can be sent: ring 'plans': reader 1 is behind$"
+        with pytest.raises(RankFailure, match=message):
+            ranks.channel.start(SIZES)
+        with pytest.raises(RankFailure, match=message):
+            ranks.channel.raise_failure()
 
 
 def test_what_a_rank_raises_is_one_line_and_stays() -> None:
