@@ -93,9 +93,10 @@ class Acceptor:
                     return
                 time.sleep(PAUSE_S)  # too many descriptors, or the peer has left already
                 continue
-            if not self._slots.acquire(blocking=False):
-                connection.close()
-                continue
+            while not self._slots.acquire(timeout=PAUSE_S):  # who comes meanwhile waits at the listener
+                if self._is_closed:
+                    connection.close()
+                    return
             with self._lock:
                 self._connections.add(connection)
             threading.Thread(target=self._welcome, args=(connection,), name="lockstep-hello", daemon=True).start()
