@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from runtime.config import padded_rows
 from runtime.engine import Engine
 from runtime.request import GenerateRequest, SamplingParams
 from runtime.step_planner import NEVER
@@ -88,10 +89,16 @@ class StepTimer:
         self._num_rows = 0  # requests of each group
         self._began = clock()
 
-    @property
-    def length(self) -> int:
-        """Tokens of a request that is measured, if every draft is accepted."""
-        return PROMPT_TOKENS + (3 + 2 * (1 + self._rounds) * BLOCK) * (1 + self._k)
+    def length(self, rows: int) -> int:
+        """Tokens of a request that is measured among `rows` of each dp group, if every draft is accepted.
+
+        The first goes on while the last ones' prompts are taken in, and must be there to the end: a batch that shrinks
+        meanwhile favours what is measured last.
+        """
+        config = self._engine.config
+        room = min(config.prefill_chunk_size, config.capacity * config.tp - padded_rows(rows) * (1 + self._k))
+        admitting = -(-rows * PROMPT_TOKENS // room)  # steps
+        return PROMPT_TOKENS + (2 + admitting + 2 * (1 + self._rounds) * BLOCK) * (1 + self._k)
 
     def search(self) -> list[SplitPoint]:
         """Of the largest batch, and of those met on the way to the smallest for which the split pays.
@@ -141,19 +148,23 @@ class StepTimer:
         self._num_rows = rows
         for index in range(rows * self._layout.dp):  # the planner deals them out in turn
             prompt = tuple(self._rng.randrange(self._engine.facts.vocab_size) for _ in range(PROMPT_TOKENS))
-            sampling = SamplingParams(max_tokens=self.length - PROMPT_TOKENS, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=self.length(rows) - PROMPT_TOKENS, ignore_eos=True)
             self._engine.submit(GenerateRequest(request_id=_name(index), prompt_token_ids=prompt, sampling=sampling))
         waiting = {_name(index) for index in range(rows * self._layout.dp)}
         while waiting:
             waiting -= {chunk.request_id for chunk in self._engine.step()}
 
     def _largest(self) -> int:
-        """How many requests a group can run at once."""
-        engine = self._engine
-        if self.length >= engine.sizes.max_model_len:
-            return 0
-        pages = -(-self.length // engine.config.page_size)
-        return min(engine.config.max_num_seqs, (engine.sizes.num_pages - 1) // pages)
+        """How many requests a group can run at once, from their first step to the last."""
+        rows = self._engine.config.max_num_seqs
+        while rows and not self._have_room(rows):
+            rows -= 1
+        return rows
+
+    def _have_room(self, rows: int) -> bool:
+        sizes, length = self._engine.sizes, self.length(rows)
+        pages = -(-length // self._engine.config.page_size)
+        return length < sizes.max_model_len and rows * pages < sizes.num_pages
 
     def _blocks(self) -> tuple[list[float], list[float]]:
         """Seconds of steps without the split and with it, by turns."""

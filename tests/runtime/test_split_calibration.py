@@ -17,7 +17,7 @@ from runtime.engine import Deployment, Engine
 from runtime.plan import StepPlan, StepResult
 from runtime.request import GenerateRequest, SamplingParams
 from runtime.sizing import Sizes
-from runtime.split_calibration import GAIN, SplitPoint, calibrate_split, choose_threshold
+from runtime.split_calibration import BLOCK, GAIN, ROUNDS, SplitPoint, calibrate_split, choose_threshold
 from runtime.step_planner import NEVER
 from tests.fakes import load_toy
 
@@ -121,6 +121,21 @@ def test_slow_steps_are_measured_in_fewer_rounds() -> None:
         calibrate_split(engine_over(ranks), ranks.clock)
     assert len(slow.steps) < len(fast.steps)
     assert {split for _, split in slow.steps} == {False, True}
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(prefill_chunk_size=16), dict(prefill_chunk_size=16, draft_tokens=1), dict(dispatch_capacity=70)]
+)
+def test_no_request_ends_while_others_are_measured_however_slowly_they_were_taken_in(settings: dict[str, Any]) -> None:
+    """Two halves, which are measured after the whole, must not be measured on a smaller batch."""
+    ranks = VirtualRanks(linear(0.1, 20.0))
+    settings = {"draft_method": "mtp" if "draft_tokens" in settings else "off", **settings}
+    engine = engine_over(ranks, max_num_seqs=64, num_pages=4096, **settings)
+    calibrate_split(engine, ranks.clock)
+    sizes = [tokens for tokens, _ in ranks.steps]
+    least = 64 * (1 + engine.config.k)
+    first = max(i for i, tokens in enumerate(sizes) if tokens > least) + 1  # no prompt is left
+    assert set(sizes[first : first + 2 + 2 * ROUNDS * BLOCK]) == {least}
 
 
 def test_a_small_pool_gives_fewer_requests_and_no_preemption() -> None:
