@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,17 +51,22 @@ def plan_moves(old: Placement, new: Placement, ranks_per_node: int) -> list[Move
 
 
 def in_batches(moves: Sequence[Move], num_values: int, most_values: int) -> Iterator[Batch]:
-    """Cut moves of experts of `num_values` values into exchanges in which no rank sends more than `most_values`."""
-    per_source = max(most_values // num_values, 1)
+    """Cut moves of experts of `num_values` values into exchanges in which no rank sends more than `most_values`, and
+    none gets more: many may send to one, which needs memory for all of it."""
+    per_rank = max(most_values // num_values, 1)
     left = list(moves)
     while left:
-        sent: dict[int, int] = {}
+        sent: Counter[int] = Counter()
+        got: Counter[int] = Counter()
         now: list[Move] = []
         later: list[Move] = []
         for move in left:
-            count = sent.get(move.source, 0)
-            (now if count < per_source else later).append(move)
-            sent[move.source] = count + 1
+            if sent[move.source] == per_rank or got[move.target] == per_rank:
+                later.append(move)
+                continue
+            now.append(move)
+            sent[move.source] += 1
+            got[move.target] += 1
         now.sort(key=lambda m: (m.target, m.layer, m.expert))
         for begin in range(0, num_values, most_values):
             yield Batch(tuple(now), begin, min(begin + most_values, num_values))

@@ -39,7 +39,7 @@ from runtime.placing import first_placement
 
 KEPT_LOADS = 0.5  # how much of what was counted before the last round still counts
 LEAST_GAIN = 0.05  # of a layer's busiest rank, below which a re-placement nobody asked for leaves the layer alone
-MOVE_VALUES = 1 << 22  # float32 values that a rank sends in one exchange: the pause between two steps is that long
+MOVE_VALUES = 1 << 22  # float32 values that a rank sends, or gets, in one exchange: as long are steps held up
 NOBODY = 0  # rounds count from 1
 TURN_S = 0.002  # between two looks while nothing else is to be done
 

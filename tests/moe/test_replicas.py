@@ -172,8 +172,8 @@ def test_moves_bring_what_is_missing_in_pieces_that_fit(seed: int, num_values: i
     pieces: dict[object, int] = {}
     for batch in in_batches(moves, num_values, most):
         for rank in range(old.num_ranks):
-            sent = [m for m in batch.moves if m.source == rank]
-            assert len(sent) * (batch.end - batch.begin) <= most
+            for moved in ([m for m in batch.moves if m.source == rank], [m for m in batch.moves if m.target == rank]):
+                assert len(moved) * (batch.end - batch.begin) <= most, "sent or received"
         for move in batch.moves:
             assert pieces.get(move, 0) == batch.begin, "pieces come in order, without gaps"
             pieces[move] = batch.end
