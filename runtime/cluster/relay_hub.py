@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from runtime.cluster.attached_relay import AttachedRelay, RelayFault, RelayLost
 from runtime.cluster.epoch_ports import Epoch, EpochPorts, PlanPort, RemoteInbox, RemoteVitals
+from runtime.cluster.frames import HEADER_BYTES
 from runtime.cluster.line import FrameDamaged, FrameLine, LineError, LineTimeout
 from runtime.cluster.relay_messages import EpochMemory, RelayFrame, RelayHello, Trouble, decode, encode, result_of
 from runtime.ring_errors import MessageTooLarge, ReaderDead, ReaderLagging, RingClosed
@@ -152,7 +153,7 @@ class RelayHub:
             raise MessageTooLarge(f"plans: a message of {len(data)} bytes, expected at most {epoch.memory.plan_bytes}")
         self._raise_dead(epoch)
         relays = [self._relays[node] for node in epoch.memory.nodes]
-        self._wait_for_room(epoch, relays, len(data), timeout_s)
+        self._wait_for_room(epoch, relays, HEADER_BYTES + len(data), timeout_s)
         for relay in relays:
             relay.send(RelayFrame.PLANS, epoch.number, data)
         self._raise_dead(epoch)

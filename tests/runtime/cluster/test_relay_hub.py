@@ -261,6 +261,19 @@ def test_a_relay_that_takes_nothing_is_named_and_nothing_is_sent_to_the_others()
         assert two.hub.fault() is None
 
 
+def test_room_is_room_for_the_whole_frame() -> None:
+    with played(1, 60.0) as one:
+        ports = one.hub.open_epoch(EpochMemory(epoch=1, node_of_rank=[0], plan_bytes=1 << 20, result_bytes=100))
+        one.open(1)
+        line = one.hub._relays[0].line
+        while not line.wants_write:
+            ports.plans.send(bytes(1 << 20), SOON_S)
+        line.max_queued_bytes = line.queued_bytes + 10  # for the message, and not for its header
+        with pytest.raises(ReaderLagging, match=r"plans: relay of node 0 does not take its messages"):
+            ports.plans.send(bytes(10), 0.02)
+        assert one.hub.fault() is None
+
+
 def test_troubles_of_rings_are_raised_where_they_belong(two: Played) -> None:
     ports = two.hub.open_epoch(memory(1))
     two.open(1)
