@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from runtime.vitals import RankVital
 
-FACTOR = 4.0  # times the longest computation between two moves that was seen to end
+FACTOR = 4.0  # times the longest computation, or wait, between two moves that was seen to end
+WAIT_FACTOR = 4.0  # times the limit that all ranks may wait at once: much data may be on its way through a slow network
 FIRST_STEP_S = 60.0  # libraries compile, connect and allocate in the first step of a rank
 
 
@@ -28,7 +29,7 @@ class HangWatch:
 
     def __init__(self, num_ranks: int, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._longest_s = 0.0
+        self._longest_s, self._longest_wait_s = 0.0, 0.0
         self._moves = [-1] * num_ranks
         self._still_s = [0.0] * num_ranks
         self._computed = [False] * num_ranks  # whether that was in a computation, not a wait
@@ -41,8 +42,7 @@ class HangWatch:
         hanging = [v for v in vitals if not v.is_waiting and self._still_s[v.rank] >= self._limit(v)]
         if hanging:
             return [Standstill(rank=v.rank, seconds=self._still_s[v.rank]) for v in hanging]
-        # A little longer, so that the one that the others wait for is named if there is one.
-        if vitals and all(v.is_waiting and self._still_s[v.rank] >= self._limit(v) + 0.5 for v in vitals):
+        if vitals and all(v.is_waiting and self._still_s[v.rank] >= self._wait_limit(v) for v in vitals):
             return [Standstill(rank=None, seconds=min(self._still_s))]
         return []
 
@@ -53,8 +53,10 @@ class HangWatch:
         if vital.moves == self._moves[rank] and gap_s:
             self._still_s[rank] += gap_s
             return
-        if self._computed[rank] and self._is_warm(vital):
+        if self._is_warm(vital) and self._computed[rank]:
             self._longest_s = max(self._longest_s, self._still_s[rank])
+        elif self._is_warm(vital):
+            self._longest_wait_s = max(self._longest_wait_s, self._still_s[rank])
         self._moves[rank], self._still_s[rank], self._computed[rank] = vital.moves, 0.0, not vital.is_waiting
 
     def _is_warm(self, vital: RankVital) -> bool:
@@ -63,3 +65,6 @@ class HangWatch:
 
     def _limit(self, vital: RankVital) -> float:
         return max(self._limit_s, FACTOR * self._longest_s if self._is_warm(vital) else FIRST_STEP_S)
+
+    def _wait_limit(self, vital: RankVital) -> float:
+        return max(WAIT_FACTOR * self._limit_s, FACTOR * self._longest_wait_s if self._is_warm(vital) else FIRST_STEP_S)

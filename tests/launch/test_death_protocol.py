@@ -57,7 +57,7 @@ def run_until_failure(config: EngineConfig) -> None:
         ("0:step:raise", "rank 0 (dp 0, tp 0) failed in phase 'target' of step 2: KeyError: 'not\\nthere'"),
         ("1:step:lose", "rank 1 (dp 1, tp 0) failed in phase 'target: all_to_all on ep' of step 2: RuntimeError: Con"),
         ("1:step:spin", "rank 1 (dp 1, tp 0) hangs: it has not got on for 1."),
-        ("1:step:hang", "no rank has got on for 1."),
+        ("1:step:hang", "no rank has got on for 4."),
         ("1:drafter:SIGSTOP", "rank 1 (dp 1, tp 0) has shown no sign of life for 1."),
     ],
 )
