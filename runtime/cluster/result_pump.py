@@ -51,6 +51,9 @@ class ResultPump:
                 except RingError as error:
                     self._fail(self._rank, error)
                     return
+                except OSError as error:  # the system did not let us look whether the rank lives
+                    self._fail(self._rank, RingDamaged(str(error)))
+                    return
                 if not self._forward(self._rank, data):
                     return
 
@@ -61,6 +64,6 @@ class ResultPump:
                 return None
         try:
             return RingReader(self._fd, 0, spin_turns=0)
-        except (RingError, ValueError) as error:
+        except (RingError, ValueError, OSError) as error:
             self._fail(self._rank, RingDamaged(str(error)))
             return None
