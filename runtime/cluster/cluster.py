@@ -167,10 +167,9 @@ class Cluster:
         """Take in what keepers and relays say, waiting for it up to `timeout_s`."""
         self._keepers.wait([self._acceptor.fileno(), *self._hub.filenos()], timeout_s)
         self._hub.poll()
-        for rank, message in self._keepers.receive():
-            self._take(rank, message)
-        for arrival in self._acceptor.take():  # after that: who comes in the place of another is no second one
+        for arrival in self._acceptor.take():
             self._welcome(arrival)
+        self._hear_keepers()
         for rank, why in self._keepers.take_lost():
             self._lose(rank, why)
 
@@ -306,6 +305,9 @@ class Cluster:
     def _admit(self, hello: Hello) -> None:
         """A new keeper. Raises ValueError when it is none of this launch, or not needed."""
         if not self._keepers.is_quiet(hello.rank) and self._epoch:
+            for _ in range(2):  # the one before may have ended since: what it said last, then its end
+                self._hear_keepers()
+        if not self._keepers.is_quiet(hello.rank) and self._epoch:
             self._rules.check_some([*self._membership.hellos(), hello])  # names both
         if self._membership.is_here(hello.rank) and self._epoch:
             self._keepers.drop(hello.rank)
@@ -315,6 +317,10 @@ class Cluster:
         if self._epoch:
             self._rules.compare([*others, hello])
         self._membership.hello(hello)
+
+    def _hear_keepers(self) -> None:
+        for rank, message in self._keepers.receive():
+            self._take(rank, message)
 
     def _take(self, rank: int, message: FromKeeper) -> None:
         if isinstance(message, Standing):
