@@ -98,6 +98,11 @@ class EngineConfig:
                 f"redundant_experts = {self.redundant_experts}, rebalance_steps = {self.rebalance_steps}, "
                 f"placement_file = {self.placement_file!r}: dp = 1, tp = 1 is one rank, which holds all experts"
             )
+        if self.expert_source != "ranks" and not self.places_experts:
+            raise ValueError(
+                f"expert_source = {self.expert_source!r}: experts have fixed places; set redundant_experts, "
+                "rebalance_steps or placement_file, or leave it out"
+            )
         if self.ranks_per_node is not None and (self.ranks_per_node < 1 or ranks % self.ranks_per_node):
             raise ValueError(f"ranks_per_node = {self.ranks_per_node}: expected a divisor of dp * tp = {ranks}")
 

@@ -285,6 +285,7 @@ def refused(**settings: Any) -> None:
         (dict(dp=2, redundant_experts=-2), "redundant_experts = -2: expected an integer >= 0"),
         (dict(dp=2, rebalance_steps=-1), "rebalance_steps = -1: expected an integer >= 0"),
         (dict(redundant_experts=2), "redundant_experts = 2, .* is one rank, which holds all experts"),
+        (dict(dp=2, expert_source="files"), "expert_source = 'files': experts have fixed places; set redundant"),
         (dict(dp=4, redundant_experts=4, ranks_per_node=3), r"ranks_per_node = 3: expected a divisor of dp \* tp = 4"),
     ],
 )
