@@ -13,15 +13,15 @@ BYSTANDERS_S = 8.0  # launchers start workers of one launch within seconds of ea
 
 
 def await_bystanders(
-    acceptor: Acceptor, hello: Hello, num_here: int, timeout_s: float = BYSTANDERS_S
+    acceptor: Acceptor, world_size: int, num_here: int, timeout_s: float = BYSTANDERS_S
 ) -> list[FrameLine]:
-    """Lines of keepers that come until `hello.world_size` have, `num_here` counted, or `timeout_s` is over.
+    """Lines of keepers that come until `world_size` have, `num_here` counted, or `timeout_s` is over.
 
     Relays that come meanwhile are turned away: their keepers end them.
     """
     lines: list[FrameLine] = []
     until = time.monotonic() + timeout_s
-    while num_here + len(lines) < hello.world_size and (left := until - time.monotonic()) > 0:
+    while num_here + len(lines) < world_size and (left := until - time.monotonic()) > 0:
         select.select([acceptor], [], [], min(left, 0.2))
         for arrival in acceptor.take():
             if isinstance(arrival.hello, Hello):

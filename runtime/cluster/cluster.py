@@ -32,7 +32,7 @@ from runtime.cluster.keeper_messages import (
     RestartRelay,
     Standing,
 )
-from runtime.cluster.line import LineError
+from runtime.cluster.line import FrameLine, LineError
 from runtime.cluster.membership import Membership
 from runtime.cluster.rank_handle import RankHandle
 from runtime.cluster.relay_hub import RelayHub
@@ -91,10 +91,7 @@ class Cluster:
         return self._sizes
 
     def gather(self) -> None:
-        """Wait for the keepers of all ranks.
-
-        Raises LaunchRefused when they are no launch, or not all in time; RankFailure when one has left again.
-        """
+        """Wait for all keepers. LaunchRefused: they are no launch, or not all in time; RankFailure: one has left."""
         begin = time.monotonic()
         first: float | None = None
         try:
@@ -114,6 +111,7 @@ class Cluster:
             self.close(EXIT_CONFIG, str(error))
             raise
         except RankFailure as failure:
+            self._dismiss_late_comers(End(code=EXIT_PEER_LOST, text=str(failure)), self._layout.ep)
             self.close(EXIT_PEER_LOST, str(failure))
             raise
 
@@ -291,16 +289,21 @@ class Cluster:
         try:
             self._admit(hello)
         except ValueError as error:
-            num_here = len(self._membership.hellos()) + 1
-            others = await_bystanders(self._acceptor, hello, num_here) if self._epoch == 0 else []
-            for line in (arrival.line, *others):
-                self._keepers.dismiss(line, End(code=EXIT_CONFIG, text=str(error)))
-            if self._epoch == 0:
-                raise LaunchRefused(str(error)) from None
-            return
+            farewell = End(code=EXIT_CONFIG, text=str(error))
+            if self._epoch:
+                self._keepers.dismiss(arrival.line, farewell)
+                return
+            self._dismiss_late_comers(farewell, hello.world_size, arrival.line)
+            raise LaunchRefused(str(error)) from None
         self._keepers.add(hello.rank, arrival.line)
         for message in self._keepers.decoded(hello.rank, arrival.frames):
             self._take(hello.rank, message)
+
+    def _dismiss_late_comers(self, farewell: End, world_size: int, *lines: FrameLine) -> None:
+        """They would go on looking for the controller. `lines`: of those who have come, told at the same moment."""
+        num_here = len(self._membership.hellos()) + len(lines)
+        for line in (*lines, *await_bystanders(self._acceptor, world_size, num_here)):
+            self._keepers.dismiss(line, farewell)
 
     def _admit(self, hello: Hello) -> None:
         """A new keeper. Raises ValueError when it is none of this launch, or not needed."""

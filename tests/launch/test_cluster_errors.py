@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import closing
+
 import pytest
 
 from launch.exit_codes import EXIT_CONFIG, EXIT_ENGINE, EXIT_PEER_LOST
@@ -41,15 +44,34 @@ def test_processes_that_never_come_up_end_the_start_everywhere() -> None:
     cluster = FakeCluster()
     cluster.local.rank_module = "tests.launch.there_is_no_such_module"
     told = r"^rank \d has left before the start: 3 processes in a row ended while they started, the last with exit"
-    with pytest.raises(RankFailure, match=f"{told} code 1$"), cluster:
-        pass
-    assert set(cluster.local.wait().values()) <= {EXIT_ENGINE, EXIT_PEER_LOST}
-    cluster.local.close()
+    with closing(cluster.local):
+        with pytest.raises(RankFailure, match=f"{told} code 1$"), cluster:
+            pass
+        assert set(cluster.local.wait().values()) <= {EXIT_ENGINE, EXIT_PEER_LOST}
+
+
+def test_a_worker_that_comes_when_another_has_left_is_told() -> None:
+    """It would look for the controller for as long as one may be late."""
+    cluster = FakeCluster()
+    cluster.local.rank_module = "tests.launch.there_is_no_such_module"
+    start = cluster.local.start
+
+    def start_late(rank: int) -> object:
+        if rank == 1:
+            threading.Timer(4.0, start, (1,)).start()
+            return None
+        return start(rank)
+
+    with closing(cluster.local):
+        cluster.local.start = start_late  # type: ignore[assignment, method-assign]
+        with pytest.raises(RankFailure, match="^rank 0 has left before the start"), cluster:
+            pass
+        assert cluster.local.wait() == {0: EXIT_ENGINE, 1: EXIT_PEER_LOST}
 
 
 def test_a_mistake_that_a_rank_finds_ends_the_start_everywhere() -> None:
     cluster = FakeCluster(script="1:1:0:refuse")
-    with pytest.raises(ValueError, match=r"^rank 1 \(dp 1, tp 0\): tensor w is missing"), cluster:
-        pass
-    assert cluster.local.wait() == {0: EXIT_CONFIG, 1: EXIT_CONFIG}
-    cluster.local.close()
+    with closing(cluster.local):
+        with pytest.raises(ValueError, match=r"^rank 1 \(dp 1, tp 0\): tensor w is missing"), cluster:
+            pass
+        assert cluster.local.wait() == {0: EXIT_CONFIG, 1: EXIT_CONFIG}

@@ -38,7 +38,7 @@ def come(acceptor: Acceptor, rank: int) -> FrameLine:
 def test_those_who_come_are_waited_for_and_no_others(acceptor: Acceptor) -> None:
     lines = [come(acceptor, rank) for rank in (1, 2)]
     begin = time.monotonic()
-    others = await_bystanders(acceptor, hello(0, 3), num_here=1, timeout_s=60.0)
+    others = await_bystanders(acceptor, 3, num_here=1, timeout_s=60.0)
     assert len(others) == 2
     assert time.monotonic() - begin < 30.0  # not until the time is over
     for line in (*lines, *others):
@@ -46,10 +46,10 @@ def test_those_who_come_are_waited_for_and_no_others(acceptor: Acceptor) -> None
 
 
 def test_nobody_is_waited_for_beyond_the_limit(acceptor: Acceptor) -> None:
-    assert await_bystanders(acceptor, hello(0, 3), num_here=1, timeout_s=0.3) == []
+    assert await_bystanders(acceptor, 3, num_here=1, timeout_s=0.3) == []
 
 
 def test_a_launch_that_is_complete_waits_for_nobody(acceptor: Acceptor) -> None:
     begin = time.monotonic()
-    assert await_bystanders(acceptor, hello(1, 2), num_here=2, timeout_s=60.0) == []
+    assert await_bystanders(acceptor, 2, num_here=2, timeout_s=60.0) == []
     assert time.monotonic() - begin < 30.0
