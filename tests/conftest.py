@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +16,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycache__"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_are_heard() -> None:
+    """A shell lets its background jobs ignore SIGINT, and their children too; some tests send it to theirs."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
