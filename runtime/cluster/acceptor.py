@@ -98,6 +98,9 @@ class Acceptor:
                     connection.close()
                     return
             with self._lock:
+                if self._is_closed:  # while this one waited: nobody would shut it down any more
+                    connection.close()
+                    return
                 self._connections.add(connection)
             threading.Thread(target=self._welcome, args=(connection,), name="lockstep-hello", daemon=True).start()
 
