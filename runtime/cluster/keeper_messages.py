@@ -6,14 +6,15 @@ its keeper counts; formations of all ranks by `epoch`, which the controller coun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import msgpack  # type: ignore[import-untyped]
 
-KEEPER_FRAME = 1  # the kind of frame (runtime/cluster/line.py) that these messages travel in
+from runtime.cluster.message_fields import is_list_of, is_map_of_text, is_text, made, unpack
 
+KEEPER_FRAME = 1  # the kind of frame (runtime/cluster/line.py) that these messages travel in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +151,6 @@ FromKeeper = Standing | RankEnded | JoinFailed | GaveUp | Ping  # after Hello
 ToKeeper = Join | Abort | RestartRelay | Ping | End
 FromRank = RankStanding | RankLoaded
 ToRank = RankJoin | RankAbort
-_CHECKS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "float": (int, float)}
-_ITEMS: dict[str, type] = {"Sequence[int]": int, "Sequence[str]": str}
 
 
 def encode(message: object) -> bytes:
@@ -187,30 +186,19 @@ def decode_to_rank(data: bytes) -> ToRank:
 
 
 def _decode(data: bytes, kinds: Sequence[type[Any]]) -> Any:
-    try:
-        values: Any = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ValueError(f"message of {len(data)} bytes is damaged: {error}") from None
+    values = unpack(data, "message")
     name = values.pop("type", None) if isinstance(values, dict) else None
     kind = next((kind for kind in kinds if kind.__name__ == name), None)
     if kind is None:
         raise ValueError(f"message of type {name!r}: expected one of {', '.join(k.__name__ for k in kinds)}")
-    types = {f.name: str(f.type) for f in fields(kind)}
-    if set(values) != set(types):
-        raise ValueError(f"{name} with {sorted(values)}: expected {sorted(types)}")
-    for field, value in values.items():
-        if not _fits(types[field], value):
-            raise ValueError(f"{name}.{field} = {value!r}: expected {types[field]}")
-    return kind(**values)
+    return made(kind, values, _FITS)
 
 
-def _fits(type_name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    if type_name in _CHECKS:
-        return isinstance(value, _CHECKS[type_name])
-    if type_name in _ITEMS:
-        item = _ITEMS[type_name]
-        return isinstance(value, list) and all(isinstance(v, item) and not isinstance(v, bool) for v in value)
-    assert type_name == "Mapping[str, str]", type_name
-    return isinstance(value, dict) and all(isinstance(v, str) for pair in value.items() for v in pair)
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int,
+    "float": lambda value: type(value) in (int, float),
+    "str": is_text,
+    "Sequence[int]": lambda value: is_list_of(int, value),
+    "Sequence[str]": lambda value: is_list_of(str, value),
+    "Mapping[str, str]": is_map_of_text,
+}

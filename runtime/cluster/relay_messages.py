@@ -7,18 +7,17 @@ are small msgpack maps, decoded strictly. The number of the epoch is in the fram
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
+from runtime.cluster.message_fields import Message, checked_names, is_list_of, is_text, made, unpack
+
 MAX_NODE_RANKS = 64  # as many as a ring has readers
 _RANK = struct.Struct("<I")
-
-Message = TypeVar("Message")
-
 
 class RelayFrame(IntEnum):
     """Kinds of frames on the line between controller and relay."""
@@ -149,13 +148,13 @@ def encode(message: object) -> bytes:
 
 def decode(kind: type[Message], data: bytes) -> Message:
     """A message of this kind. Raises ValueError for anything else: other fields, other types, numbers below -1."""
+    values = unpack(data, kind.__name__)
     if kind is OpenEpoch:
-        values = _values(kind, data)
-        if not isinstance(values["segments"], list):
-            raise ValueError(f"segments of {kind.__name__} are {values['segments']!r}")
-        values["segments"] = [_made(GroupSegment, segment) for segment in values["segments"]]
-        return _made(kind, values)
-    return _made(kind, _values(kind, data))
+        segments = checked_names(kind, values)["segments"]
+        if not isinstance(segments, list):
+            raise ValueError(f"{kind.__name__}.segments = {segments!r:.200}: expected a list")
+        values["segments"] = [made(GroupSegment, segment, _FITS) for segment in segments]
+    return made(kind, values, _FITS)
 
 
 def frame_result(rank: int, data: bytes) -> bytes:
@@ -170,41 +169,13 @@ def result_of(body: bytes) -> tuple[int, bytes]:
     return int(_RANK.unpack_from(body)[0]), body[_RANK.size :]
 
 
-def _values(kind: type[Any], data: bytes) -> dict[str, Any]:
-    try:
-        values: Any = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ValueError(f"{kind.__name__} of {len(data)} bytes is damaged: {error}") from None
-    return _checked_names(kind, values)
+def _all_are(kind: type[Any], value: Any) -> bool:
+    return is_list_of(kind, value) and len(value) <= 2 * MAX_NODE_RANKS
 
 
-def _checked_names(kind: type[Any], values: object) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    if not isinstance(values, dict) or set(values) != names:
-        raise ValueError(f"{kind.__name__} has {values!r:.200}: expected {sorted(names)}")
-    return values
-
-
-def _made(kind: type[Message], values: object) -> Message:
-    checked = _checked_names(kind, values)
-    for field in fields(kind):  # type: ignore[arg-type]
-        if not _fits(str(field.type), checked[field.name]):
-            raise ValueError(f"{field.name} of {kind.__name__} is {checked[field.name]!r:.200}: expected {field.type}")
-    return kind(**checked)
-
-
-def _fits(annotation: str, value: object) -> bool:
-    if annotation == "int":
-        return type(value) is int and -1 <= value < 1 << 63
-    return bool(_FITS[annotation](value))
-
-
-def _all_are(kind: type[Any], value: object) -> bool:
-    return isinstance(value, list) and len(value) <= 2 * MAX_NODE_RANKS and all(type(item) is kind for item in value)
-
-
-_FITS: Mapping[str, Any] = {
-    "str": lambda value: isinstance(value, str),
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "int": lambda value: type(value) is int and -1 <= value < 1 << 63,
+    "str": is_text,
     "bool": lambda value: isinstance(value, bool),
     "Sequence[int]": lambda value: _all_are(int, value),
     "Sequence[str]": lambda value: _all_are(str, value),
